@@ -81,6 +81,7 @@ def test_it_is_what_it_is_defined_to_be(tmp_path, divided):
         assert {name: row[name] for name in wanted} == wanted
 
 
+@pytest.mark.slow
 def test_every_batch_but_the_first_is_one_step_old(ahead):
     rows = read_metrics(ahead[0])[1:]
     assert [row["sample/model_version/mean"] for row in rows] == [0, 0, 1, 2]
@@ -92,6 +93,7 @@ def test_every_batch_but_the_first_is_one_step_old(ahead):
     assert not any(row["actor/recomputed_logprobs"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch):
     use_two_devices(monkeypatch)
     original = train_module.is_due

@@ -36,8 +36,8 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.short("queue")
-@pytest.mark.long("slots", "waves", "large rounds")  # each engine, rounds and streams
+@pytest.mark.slow
+@pytest.mark.long("queue", "slots", "waves", "large rounds")  # each engine, rounds and streams
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_with_requeue_every_schedule_trains_on_the_same_batches(whole, tmp_path, name):
     _, params, rows = whole

@@ -199,7 +199,7 @@ def less_likely(experience):
     return dataclasses.replace(experience, logprobs=logprobs)
 
 
-@pytest.mark.short("grpo")
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax", "cpo", "gae"])
 def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing(accepted, estimator):
     config, experience, _ = accepted

@@ -44,7 +44,7 @@ def orthogonal(matrix):
     return x
 
 
-@pytest.mark.short("bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", [jnp.float32, jnp.bfloat16])
 def test_muon_orthogonalises_each_matrix_of_a_layer_and_leaves_the_rest_to_adam(moments):
     """Of projections to heads and from heads, and of each expert; tables, norms and biases are Adam's."""

@@ -42,9 +42,9 @@ def assert_same_gradients(found, golden, prefix):
         np.testing.assert_allclose(projected(name, gradient), expected[name], rtol=0, atol=1e-4 * largest, err_msg=name)
 
 
-# Short: a mixture of experts, and of adapters the dense model with the most traits. Long: each model has one of the two
-# gradients, and models that share a trait (experts, windows, norms, biases, scaled positions) have different ones.
-@pytest.mark.short("qwen3_moe_mixed")
+# Short: of adapters, the dense model with the most traits. Long: each model has one of the two gradients, and models
+# that share a trait (experts, windows, norms, biases, scaled positions) have different ones.
+@pytest.mark.slow
 @pytest.mark.long("moe", "olmo3", "gemma2", "smollm3", "biases", "yarn", "qwen2_window")
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_all_weights_equal_those_of_transformers(name):

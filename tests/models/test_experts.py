@@ -170,8 +170,8 @@ jit_scanned = jax.jit(scanned)
 
 
 # Pairs: each mesh once, and own and replayed choices both with rows divided and with experts alone.
-@pytest.mark.short("replay-1x1x2")
-@pytest.mark.long("own-2x2x1", "own-1x4x2", "replay-4x1x2", "own-2x2x2")
+@pytest.mark.slow
+@pytest.mark.long("replay-1x1x2", "own-2x2x1", "own-1x4x2", "replay-4x1x2", "own-2x2x2")
 @pytest.mark.parametrize("axes", ["2x2x2", "1x4x2", "4x1x2", "1x1x2", "2x2x1"])
 @pytest.mark.parametrize("replay", [False, True], ids=["own", "replay"])
 def test_the_mesh_changes_nothing(axes, replay):

@@ -142,12 +142,9 @@ CASES = {
 }
 
 
-# Short: each kernel without and with a window, and with a cap where it takes one. Long: all trees, with a window inside
-# branches and one as wide as a block; a cap alone.
-@pytest.mark.short(
-    *("splash shared plain", "triton shared plain", "cudnn one by one plain"),
-    *("splash copies window 16 ", "triton shared window 16 ", "cudnn copies window 3 "),
-)
+# Short: each kernel with a window, and with a cap where it takes one. Long: without any, all trees, with a window
+# inside branches and one as wide as a block; a cap alone.
+@pytest.mark.short("splash copies window 16 ", "triton shared window 16 ", "cudnn copies window 3 ")
 @pytest.mark.long("plain", "window 3 ", "window 128 ", "shared window None cap")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_attention_whatever_stands_on_padding(case):
@@ -166,8 +163,8 @@ def test_equals_attention_in_one_block(case, monkeypatch):
 
 
 # The division is the same code for all kernels: the long lane has both ways for splash, and one for the others.
-@pytest.mark.short("triton shared plain-inside")
-@pytest.mark.long("splash shared", "cudnn copies plain-inside")
+@pytest.mark.slow
+@pytest.mark.long("splash shared", "triton shared plain-inside", "cudnn copies plain-inside")
 @pytest.mark.parametrize("manual", [(), ("data",)], ids=["whole", "inside_a_shard_map_over_data"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith("plain")])
 def test_equals_attention_on_a_mesh(case, manual):
@@ -238,7 +235,7 @@ def test_splash_computes_the_blocks_in_which_a_token_sees_another():
     assert splash.pairs(found).tolist() == (found.blocks.sum(axis=(1, 2)) * 128.0**2).tolist()
 
 
-@pytest.mark.short("160")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [20, 160])
 def test_heads_of_any_size_fit_the_blocks(size):
     """Heads above 128 have smaller blocks; others than powers of two are padded."""

@@ -100,7 +100,7 @@ def test_logits_equal_those_of_transformers(name, layers):
     np.testing.assert_allclose(scores[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
 
-@pytest.mark.short("qwen3_moe_mixed", "qwen2_bias_tied")
+@pytest.mark.short("qwen2_bias_tied")
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_after_a_shared_prefill_equals_forward(name):
     arch, params = small_model(name)
@@ -155,7 +155,7 @@ def test_a_row_of_padding_gives_finite_values_and_gradients():
     assert np.isfinite(value) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.short("full")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "none"])
 def test_rematerialisation_changes_no_value_and_no_gradient(policy):
     arch, params = small_model("qwen3_qknorm")
@@ -177,6 +177,7 @@ def test_bfloat16_decoding_and_forward_agree_within_small_divergence(name):
     assert 0 <= np.mean(np.exp(difference) - difference - 1) < 1e-4
 
 
+@pytest.mark.slow
 def test_gradients_through_bfloat16_weights_follow_those_in_float32():
     arch, params = small_model("qwen3_qknorm")
     tokens = random_tokens(arch, 2, 8)

@@ -98,6 +98,7 @@ def test_a_vocabulary_in_parts_is_picked_and_sorted_as_a_whole():
     np.testing.assert_array_equal(picked, expected)
 
 
+@pytest.mark.slow
 def test_no_device_has_the_logits_of_the_whole_vocabulary():
     batch = batch_of(reference()[0])
     candidates, zeros = np.zeros((*batch.mask.shape, 5), np.int32), np.zeros(batch.mask.shape, np.float32)

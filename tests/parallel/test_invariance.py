@@ -260,6 +260,7 @@ def test_what_is_not_trained_on_is_still_read():
     np.testing.assert_allclose(metrics["actor/pg_loss"], expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_entropy_bonus_and_kl_loss_have_the_gradient_of_what_they_say():
     """Against log-probabilities and entropies from whole logits, without chunks."""
     batch, arch = batch_of(reference()[0]), dataclasses.replace(ARCH, num_layers=1)

@@ -89,6 +89,7 @@ def all_reduced(compiled):
     return set(sizes)
 
 
+@pytest.mark.slow
 def test_gradients_cross_the_data_axis_once_an_optimizer_step():
     batch = batch_of(reference()[0])
     with policy_on(mesh_of((2, 1, 1))) as (mesh, actor, state):
@@ -149,6 +150,7 @@ def test_ratios_of_trained_tokens_are_counted_alike_in_every_piece_and_on_every_
     assert {at: count for at, count in zip(middles, ratios["counts"], strict=True) if count} == expected
 
 
+@pytest.mark.slow
 def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
     """700 equal contributions: a bfloat16 sum stops growing once they are below half its last digit."""
     length = 700
@@ -168,6 +170,7 @@ def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
         assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected), name
 
 
+@pytest.mark.slow
 def test_what_a_layer_keeps_is_divided_over_tensor():
     batch = batch_of(reference()[0])
     with policy_on(mesh_of((1, 1, 2))) as (mesh, actor, state):
@@ -177,6 +180,7 @@ def test_what_a_layer_keeps_is_divided_over_tensor():
     assert set(kept) == {str(ARCH.hidden_size // 2)}
 
 
+@pytest.mark.slow
 def test_logits_of_a_large_vocabulary_never_exist_whole():
     """Compiled temporaries of the head with its backward pass, at the vocabulary of Qwen2.5."""
     arch = dataclasses.replace(ARCH, vocab_size=151936, num_layers=1, tie_embeddings=True)
@@ -218,6 +222,7 @@ def lora_actor(mesh, **changes):
     return build_actor(actor_settings(lora=LORA, **changes), mesh, freeze(new_params(ARCH, 0)))
 
 
+@pytest.mark.slow
 def test_fresh_adapters_change_nothing_and_they_alone_are_trained():
     rollout, _, _ = reference()
     mesh, batch = one_device_mesh(), batch_of(rollout)

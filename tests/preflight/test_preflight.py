@@ -51,6 +51,7 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
     assert moved - {("collective-permute", 2)} == {("all-to-all", 2), ("all-gather", 4)}
 
 
+@pytest.mark.slow
 def test_the_report_for_a_cpu(monkeypatch, capsys):
     """The command without a topology prints the tables, and the report on its own line."""
     monkeypatch.chdir(ROOT)

@@ -12,7 +12,8 @@ class InThisProcess(InProcessVerifiers):
     """Counts what it is asked."""
 
     def __init__(self, name):
-        super().__init__(name if name in VERIFIERS else "none", {})
+        forms = name in VERIFIERS and VERIFIERS[name].forms
+        super().__init__(name if forms or name == "auto" else "none", {})  # the others are asked nothing
         self.num_asked = 0
 
     def submit(self, request):

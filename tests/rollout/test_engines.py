@@ -68,7 +68,7 @@ def test_every_way_to_draw_is_that_of_one_pass_over_each_sequence(kind, way):
     dense().assert_drawn(dense().sample(dense().engine(kind, lookahead=1), sampling=sampling), sampling)
 
 
-@pytest.mark.short("slots")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_sample_of_a_prompt_is_the_first_of_several(kind, reference):
     found = dense().sample(dense().engine(kind), num_samples=1)

@@ -38,8 +38,8 @@ def recorded():
     return roll_out(shared(engine("slots", one_device_mesh(), max_num_seqs=8)))
 
 
-@pytest.mark.short("slots-(1, 1, 1)-{'max_num_seqs': 8}")
-@pytest.mark.long("waves-(2, 2, 2)")  # the other engine on the other mesh
+@pytest.mark.slow
+@pytest.mark.long("slots-(1, 1, 1)-{'max_num_seqs': 8}", "waves-(2, 2, 2)")  # each engine on another mesh
 @pytest.mark.parametrize(
     ("kind", "shape", "changes"),
     [

@@ -71,8 +71,8 @@ def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(nam
     np.testing.assert_allclose(found.logprobs, logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.short("llama3_rope_scaled")
-@pytest.mark.long("qwen2_bias_tied")
+@pytest.mark.slow
+@pytest.mark.long("llama3_rope_scaled", "qwen2_bias_tied")
 @pytest.mark.parametrize("name", ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"])
 def test_greedy_responses_that_may_end_are_those_of_transformers(name):
     """data/greedy.npz: transformers' generate(do_sample=False) on the same weights and prompts."""

@@ -20,7 +20,7 @@ def layout_of(settings, prompts, num_samples=16, history=None, free=0.0, dtype=n
     return layout_of_slots(settings, np.dtype(dtype), prompts, num_samples, history, free * GIB)
 
 
-@pytest.mark.short("7B v5p:2x2x4-0")
+@pytest.mark.slow
 @pytest.mark.long("-0")
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("model", MODELS)

@@ -92,6 +92,7 @@ def test_a_part_of_the_prompts_may_repeat_some_of_the_one_before(monkeypatch, re
     assert counted.call_count == 4
 
 
+@pytest.mark.slow
 def test_waves_are_as_large_as_rows_or_memory_allow_also_after_a_restart(reference):
     whole = {"smallest_rows": 1000, "chunk_length": 30}  # rows that stay
     assert_same(dense().sample(dense().waves(max_num_seqs=20, **whole)), reference)

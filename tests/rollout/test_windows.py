@@ -116,8 +116,8 @@ def test_chunks_shorter_and_longer_than_the_window(changes, softcap):
     same(softcap.sample(softcap.slots(**changes)), softcap.reference)
 
 
-@pytest.mark.short("gemma2_softcap-45-5")
-@pytest.mark.long(MISTRAL)
+@pytest.mark.slow
+@pytest.mark.long("gemma2_softcap-45-5", MISTRAL)
 @pytest.mark.parametrize(
     ("name", "pages", "chunk_length"),
     [(SOFTCAP, 45, 5), (SOFTCAP, 28, 8), (SOFTCAP, None, 8), (MISTRAL, 28, 8), (MISTRAL, None, 8)],

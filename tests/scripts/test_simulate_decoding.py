@@ -45,6 +45,7 @@ def test_staleness_by_hand():
     assert tokens == pytest.approx((4 * 2 + 1 * 1 + 4 * 2 + 4 * 1) / 25)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_for_each_shape(capsys):
     small = ["--target", "2", "--keep-rate", "0.5", "--steps", "1"]
     main(["--shape", "7B v5p:2x2x4", "7B h100:8", *small])
