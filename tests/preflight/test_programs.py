@@ -14,8 +14,8 @@ from dapo_jax.rollout import slots, waves
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.training import train
 
+ONE_LAYER = {"model.random.num_layers": 1}
 ONE_STEP = {
-    "model.random.num_layers": 1,
     "mesh.fsdp": 4,
     "mesh.tensor": 2,
     "data.max_prompt_length": 8,
@@ -30,7 +30,7 @@ ONE_STEP = {
 
 
 def one_step(**changes):
-    return small_config("unused", **{**ONE_STEP, **changes})
+    return small_config("unused", **{**ONE_LAYER, **ONE_STEP, **changes})
 
 
 def programs_of(config, **changes):
@@ -82,7 +82,7 @@ TEACHER = {"algorithm.distillation.path": "random", "algorithm.distillation.form
     ids=["full", "slots and adapters", "teacher", "drawn tokens"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
-    config = small_config(tmp_path, **ONE_STEP, **changes)
+    config = small_config(tmp_path, **{**ONE_LAYER, **ONE_STEP, **changes})
     texts = {program.lower().as_text() for program in programs_of(config).programs}
     missing = [stage for stage, text in texts_of_a_run(config) if text not in texts]
     assert not missing
