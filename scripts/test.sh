@@ -20,5 +20,11 @@ use_environment "$EXTRAS"
 [[ $# -gt 0 && "$EXTRAS" == test ]] && exec python -m pytest "$@"
 ruff check .
 ruff format --check .
-pyright --pythonpath "$(command -v python)"
-exec python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -m "$SELECTED"
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+pyright --pythonpath "$(command -v python)" > "$types" 2>&1 & # on what the tests leave of two cores
+checked=$! status=0
+python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -m "$SELECTED" || status=$?
+wait "$checked" || status=$?
+cat "$types"
+exit "$status"
