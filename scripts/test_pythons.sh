@@ -34,7 +34,7 @@ for version in 3.12 3.13; do
     use_environment test
     echo "Python $version: $(python -c 'import flax, jax; print("jax", jax.__version__, "flax", flax.__version__)')"
     if [[ $# -eq 0 ]]; then
-      set -- -m "not slow or colab" "${SELECTED[@]}"
+      set -- -m "(not slow and not full) or colab" "${SELECTED[@]}"
       [[ "$version" == 3.13 ]] && set -- "$@" "$NOTEBOOK"
     fi
     python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -p no:cacheprovider "$@"
