@@ -142,7 +142,7 @@ def test_segments_remember_groups_when_they_have_ended():
 CURRICULUM = {"data.curriculum.enable": True, "data.arithmetic.num_train": 8, "trainer.test_freq": -1}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_run_of_pools_alone_resumes_to_the_same_history(tmp_path, monkeypatch):
     pools = {f"{FILTER}.enable": False, "data.gen_batch_size": 4, "trainer.total_training_steps": 6}
     resumed(tmp_path, monkeypatch, CURRICULUM | pools, killed_in=6)

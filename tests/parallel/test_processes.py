@@ -197,7 +197,7 @@ def test_a_command_says_which_device_is_missing(ended):
     assert not (ended[0] / "cuda").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_command_says_which_device_is_missing(tmp_path):
     out = ["--output", str(tmp_path / "out")]
     more = {"evaluate": out, "export": out, "preflight.__main__": ["--topology", "tpu"]}
@@ -432,7 +432,7 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_resumes(tmp_path
     jax.tree.map(np.testing.assert_array_equal, policy(tmp_path), policy(two[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, two):
     where = {**MESH, "trainer.save_freq": -1, "trainer.stop_patience_s": 600.0}
     code = SIGNALLED.format(step=2, signal=int(signal.SIGTERM))

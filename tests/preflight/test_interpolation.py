@@ -71,7 +71,7 @@ def test_what_does_not_compile_has_no_costs_to_interpolate():
     assert sum(one.costs is not None for one in found) == 1 and len(found) == len(PATH)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_interpolated_costs_are_those_of_compiled_programs():
     """Of all programs that decode, for lengths whose waves become narrow and grow to the last window."""
     changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "rollout.max_num_seqs": 256, "data.arithmetic.num_heldout": 0}
