@@ -4,8 +4,9 @@
 #   bash scripts/test_pythons.sh                       a selection
 #   bash scripts/test_pythons.sh [pytest arguments]    such as -m "not slow and not full" for the short lane
 #
-# CI only uses the wheel on them (scripts/test_package.sh). An interpreter is python3.12 on PATH or one of pyenv's; a version that is not here is skipped. The environments are
-# kept in $DAPO_JAX_CACHE/pythons (default ~/.cache/dapo_jax/pythons).
+# CI only uses the wheel on them (scripts/test_package.sh). An interpreter is python3.12 on PATH or one of pyenv's; a
+# version that is not here is skipped. The environments are kept in $DAPO_JAX_CACHE/pythons (default
+# ~/.cache/dapo_jax/pythons).
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"

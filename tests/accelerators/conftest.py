@@ -19,7 +19,10 @@ passed: dict[str, str] = {}  # of the process that reports, whichever ran the te
 
 @pytest.fixture
 def unchanged(request, record_property):
-    """A function that skips the test if it, as it stands, has passed with programs of these keys."""
+    """A function that skips the test if it has passed with programs of these keys and the body it has now.
+
+    Constants of the file are not compared: after a change of one, set DAPO_JAX_COMPILE_ALL.
+    """
 
     def skip(keys):
         name = request.node.name

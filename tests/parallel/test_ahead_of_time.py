@@ -1,10 +1,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from compiler_effort import effort
 
 from dapo_jax.parallel import ahead_of_time
-from dapo_jax.parallel.ahead_of_time import compile_ahead
+from dapo_jax.parallel.ahead_of_time import EFFORTS, compile_ahead
 from dapo_jax.parallel.compilation import CACHE
 from dapo_jax.parallel.mesh import make_mesh
 
@@ -42,8 +41,13 @@ def test_another_program_option_mesh_or_compiler_is_compiled(tmp_path, compilati
 
     assert [again(), again(size=32), again(xla_embed_ir_in_executable=True)] == [1, 2, 3]
     assert again(mesh=make_mesh(1, 1, 1, jax.devices()[:1])) == 4
-    with effort(-1.0):
+    effort = next(name for name in EFFORTS if name in jax.config.values)
+    before = jax.config.values[effort]
+    jax.config.update(effort, "O1" if effort == "jax_optimization_level" else -1.0)
+    try:
         assert again() == 5
+    finally:
+        jax.config.update(effort, before)
     monkeypatch.setattr(ahead_of_time, "_version", lambda package: "9.9")
     assert again() == 6
 

@@ -69,7 +69,7 @@ def cells(text: str, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The page of a run that has ended, and its text."""
+    """The page of a finished run, and its text."""
     samples = {1: [sample()], 4: [sample(response="3", acc=0.0)]}
     return page_of(write_run(tmp_path_factory.mktemp("run"), samples=samples))
 

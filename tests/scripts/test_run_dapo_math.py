@@ -91,7 +91,7 @@ def test_the_stages_follow_each_other_with_the_same_options(checkout):
     assert rest == [train, kept, f"{export} {alone} <--output> <build/dapo_math>"]
     assert (checkout / "build/dapo_math/config.json").read_text() == "cpu\n"
     code, _, calls = run_script(checkout, *given)
-    assert code == 0 and calls[1:] == [train, kept], "data and model are there; evaluate is told to do nothing"
+    assert code == 0 and calls[1:] == [train, kept], "data and model exist; evaluate has nothing to do"
 
 
 def stages(calls):
