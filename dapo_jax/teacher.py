@@ -54,6 +54,7 @@ def load_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher:
         statistics=build_statistics(settings, mesh),
         params=freeze(load_base(as_policy(config), arch, mesh)),
         micro_batches=teacher_micro_batches(config, arch, mesh),
+        vocab_size=arch.vocab_size,
     )
 
 

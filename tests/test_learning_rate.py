@@ -11,6 +11,8 @@ WARM = {"actor.optim.lr": 1e-6, "actor.optim.lr_warmup_steps": 20, "trainer.tota
 COSINE = {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}
 STAYS = "learning rate: rises from 5e-8 in step 1 to 1e-6 in step 20 (warm-up), then stays constant"
 
+LEARNS = "falls to 3.76e-10 in step 100 (cosine)"  # (1 + cos(80 pi / 81)) / 2; it would be 0 in step 101
+
 
 @pytest.mark.parametrize(
     ("changes", "done", "plan"),
@@ -21,6 +23,7 @@ STAYS = "learning rate: rises from 5e-8 in step 1 to 1e-6 in step 20 (warm-up), 
         (WARM | {"actor.optim.lr_warmup_steps": 0}, 0, ""),
         (WARM | COSINE, 0, STAYS.replace("stays constant", "falls to 1e-7 in step 100 (cosine)")),
         (WARM | COSINE, 99, ""),
+        (WARM | COSINE | {"actor.optim.min_lr_ratio": 0.0}, 0, STAYS.replace("stays constant", LEARNS)),
         (
             WARM | COSINE | {"actor.optim.lr_warmup_steps": 0},
             0,

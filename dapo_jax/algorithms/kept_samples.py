@@ -11,6 +11,7 @@ def keep_samples(
     advantages: jax.Array,
     scores: jax.Array,
     group_ids: jax.Array,
+    trained: jax.Array,
     *,
     num_groups: int,
     keep_pos_ratio: float,
@@ -18,12 +19,13 @@ def keep_samples(
     compute_new_adv: bool,
     norm_adv_by_std_in_grpo: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each group, the best responses with a positive and the worst with a negative advantage.
+    """Of each group's trained responses, the best with a positive and the worst with a negative advantage.
 
     ceil(ratio * count) of each sign are kept, ties in row order; an advantage of 0 is always kept.
 
     Args:
         advantages, scores: [B] one number per response.
+        trained: [B] bool, False on responses that nothing else leaves in the loss: none of them is kept.
         compute_new_adv: normalise the advantages of the kept samples again, by the mean and sample standard deviation
             of their scores in the group; 0 if those are all equal. Groups with fewer than two kept samples keep theirs.
         norm_adv_by_std_in_grpo: as for `grpo`.
@@ -32,9 +34,9 @@ def keep_samples(
         advantages [B], 0 where not kept, and kept [B] bool.
     """
     groups = Groups(group_ids, num_groups)
-    kept = jnp.ones_like(advantages, bool)
+    kept = trained
     for sign, ratio in ((1, keep_pos_ratio), (-1, keep_neg_ratio)):
-        chosen = sign * advantages > 0
+        chosen = trained & (sign * advantages > 0)
         order = jnp.lexsort((jnp.arange(len(scores)), -sign * scores, ~chosen, group_ids))
         position = jnp.zeros_like(order).at[order].set(jnp.arange(len(scores)))
         rank = position - groups.lowest(position)

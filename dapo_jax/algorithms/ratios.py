@@ -33,7 +33,7 @@ def sequence_mean(values: jax.Array, mask: jax.Array, sequences: jax.Array | Non
 
 def off_policy_sequences(
     logprobs: jax.Array,
-    old_logprobs: jax.Array,
+    sampled_logprobs: jax.Array,
     advantages: jax.Array,
     mask: jax.Array,
     *,
@@ -42,8 +42,9 @@ def off_policy_sequences(
 ) -> jax.Array:
     """Tokens [B, R] bool that off-policy sequence masking leaves out (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
 
-    Those with A < 0 in a sequence whose mean of old_logprobs - logprobs is above `threshold` (nats per token): a
-    mistake that the policy would hardly make any more teaches it little.
+    Those with A < 0 in a sequence whose mean of sampled_logprobs - logprobs is above `threshold` (nats per token): a
+    mistake that the policy would hardly make any more teaches it little. The first are the sampler's, so that its
+    distance from the training pass counts as well.
     """
-    drift = sequence_mean(jax.lax.stop_gradient(old_logprobs - logprobs), mask, sequences)
+    drift = sequence_mean(jax.lax.stop_gradient(sampled_logprobs - logprobs), mask, sequences)
     return (advantages < 0) & (drift > threshold) & mask

@@ -54,6 +54,10 @@ class Tokens:
     loss_mask: Array  # bool, True on tokens to train on, a subset of `mask`
     old_logprobs: Array  # float32, the ratio's denominator
     advantages: Array  # float32, 0 on padding
+    by_policy: Array = None  # bool, those of `mask` that the policy wrote; None = all
+    sampled_logprobs: Array = (
+        None  # float32, when the token was sampled, if `old_logprobs` are recomputed and it counts
+    )
     loss_weights: Array = None  # float32, each token's share in the loss of its mini-batch
     importance_weights: Array = None  # float32, from rollout correction
     ref_logprobs: Array = None  # float32, under the reference policy
@@ -63,6 +67,11 @@ class Tokens:
     selected: Array = None  # bool, tokens that such a loss has drawn in its mini-batch
     values: Array = None  # float32, the critic's before the update
     returns: Array = None  # float32, what the critic is fitted to
+
+    @property
+    def policy_mask(self) -> Array:
+        """bool, True on response tokens that the policy wrote: all others have no log-probability."""
+        return self.mask if self.by_policy is None else self.by_policy
 
 
 @struct.dataclass(kw_only=True)

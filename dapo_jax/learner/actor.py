@@ -17,7 +17,7 @@ from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.ratios import off_policy_sequences
 from dapo_jax.algorithms.rollout_correction import OUTLIER
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch
+from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch, Tokens
 from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import TokenStatistics, most_likely_tokens, response_statistics
@@ -116,6 +116,7 @@ def loss_of(found: TokenStatistics, batch: MicroBatch, settings: ActorSettings) 
     if settings.candidates:
         assert of_candidates is not None
         kl = coarse_reverse_kl(of_candidates, batch.teacher_logprobs)
+        metrics["student_mass"] = Mean.of(jnp.sum(jnp.exp(of_candidates), axis=-1), batch.loss_mask)
         metrics["distillation_loss"] = Mean.of(kl, batch.loss_mask)
         total += settings.distillation_weight * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
     if settings.entropy_coeff:
@@ -123,16 +124,16 @@ def loss_of(found: TokenStatistics, batch: MicroBatch, settings: ActorSettings) 
         metrics["entropy_loss"] = Mean(entropy_loss, jnp.float32(0))
         total -= settings.entropy_coeff * entropy_loss
     difference = logprobs - batch.old_logprobs
-    ratio = jnp.exp(difference)
+    ratio, mask = jnp.exp(difference), batch.policy_mask
     metrics |= {
         "loss": Mean(total, jnp.float32(0)),
         "entropy": Mean.of(entropy, batch.loss_mask),
-        "logprob_abs_diff": Mean.of(jnp.abs(difference), batch.mask),
-        "logprob_abs_diff_max": Max.of(jnp.abs(difference), batch.mask),
-        "logprob_k3": Mean.of(ratio - 1 - difference, batch.mask),
-        "logprob_outliers": Mean.of(jnp.abs(difference) > OUTLIER, batch.mask),
-        "ratio": Mean.of(ratio, batch.mask),
-        "squared_ratio": Mean.of(jnp.square(ratio), batch.mask),
+        "logprob_abs_diff": Mean.of(jnp.abs(difference), mask),
+        "logprob_abs_diff_max": Max.of(jnp.abs(difference), mask),
+        "logprob_k3": Mean.of(ratio - 1 - difference, mask),
+        "logprob_outliers": Mean.of(jnp.abs(difference) > OUTLIER, mask),
+        "ratio": Mean.of(ratio, mask),
+        "squared_ratio": Mean.of(jnp.square(ratio), mask),
         "ratio_counts": Mean(count_ratios(ratio, batch.loss_mask), jnp.float32(0)),
     }
     return total, metrics
@@ -169,12 +170,20 @@ def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSet
     )
     if weights is not None and not weighs_itself:
         token_loss = token_loss * weights
-    threshold = settings.off_policy_mask_threshold
-    if threshold is None:
+    if settings.off_policy_mask_threshold is None:
         return token_loss, dict(metrics)
-    arrays = logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask
-    left_out = off_policy_sequences(*arrays, threshold=threshold, sequences=batch.sequences)
+    left_out = drifted(logprobs, batch, settings, batch.sequences)
     return jnp.where(left_out, 0.0, token_loss), {**metrics, "off_policy_masked": Mean.of(left_out, batch.loss_mask)}
+
+
+def drifted(
+    logprobs: jax.Array, tokens: Tokens, settings: ActorSettings, sequences: jax.Array | None = None
+) -> jax.Array:
+    """Tokens that off-policy sequence masking leaves out, by how likely they were when they were sampled."""
+    assert settings.off_policy_mask_threshold is not None
+    sampled = tokens.old_logprobs if tokens.sampled_logprobs is None else tokens.sampled_logprobs
+    arrays = logprobs, sampled, tokens.advantages, tokens.loss_mask
+    return off_policy_sequences(*arrays, threshold=settings.off_policy_mask_threshold, sequences=sequences)
 
 
 def build_statistics(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> WithFrozen:
@@ -217,8 +226,10 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
         )
 
     def select(batch, logprobs):
-        function = SELECTIONS[settings.loss_mode]
-        arrays = logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.noise
+        function, mask = SELECTIONS[settings.loss_mode], batch.loss_mask
+        if settings.off_policy_mask_threshold is not None:
+            mask = mask & ~drifted(logprobs, batch, settings)
+        arrays = logprobs, batch.old_logprobs, batch.advantages, mask, batch.noise
         return function(*arrays, **chosen(function, settings.loss_options))
 
     options = dict(settings.compiler_options)

@@ -26,7 +26,7 @@ from dapo_jax.learner.learner import Learner
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import choosing_experts
 from dapo_jax.learner.rows import padded_prompts, rows_like, rows_of
-from dapo_jax.learner.teacher import Teacher, judged
+from dapo_jax.learner.teacher import Teacher, judged, readable
 from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trained_tokens import keep_some, only_high_entropy, selection_noise
 from dapo_jax.learner.update import compute_statistics, compute_values, in_pieces
@@ -64,22 +64,23 @@ def make_batch(
     """
     with learner.stage("batch"):
         batch = rows_of(learner, experience, num_groups=learner.num_groups)
+    if learner.algorithm.overlong_filtering:  # first: what follows selects among the tokens that are trained on
+        finished = rows_like(batch, experience.finished)
+        batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
     batch, extra, metrics = add_forward_passes(learner, batch, models, recompute=recompute, hinted=hinted)
     if baselines is not None:
         extra["reward_baselines"] = rows_like(batch, baselines)
     extra |= verdicts_of_rows(learner.algorithm, experience, batch)
     with learner.stage("adv"):
         batch, found = add_advantages(learner, experience, batch, extra, kl_coef=kl_coef)
-    if learner.algorithm.top_entropy_quantile < 1:
-        batch, chosen_tokens = only_high_entropy(batch, extra["entropy"], learner.algorithm.top_entropy_quantile)
-        found |= chosen_tokens
     if learner.algorithm.overlong_filtering:
-        finished = rows_like(batch, experience.finished)
-        batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
         found["actor/overlong_filtered"] = float(np.mean(~experience.finished))
     if learner.teacher is not None:
         batch, distilled = ask_teacher(learner, learner.teacher, batch, models.actor.params)
         found |= distilled
+    if learner.algorithm.top_entropy_quantile < 1:
+        batch, chosen_tokens = only_high_entropy(batch, extra["entropy"], learner.algorithm.top_entropy_quantile)
+        found |= chosen_tokens
     if learner.actor.select is not None:
         batch = dataclasses.replace(batch, noise=selection_noise(learner, experience, batch))
     return batch, metrics | found
@@ -100,6 +101,8 @@ def add_forward_passes(
             extra = {name: getattr(found, name) for name in FOR_ESTIMATORS}
     if recompute:
         sampled, batch = batch.old_logprobs, dataclasses.replace(batch, old_logprobs=extra["logprobs"])
+        if learner.options.off_policy_mask_threshold is not None:
+            batch = dataclasses.replace(batch, sampled_logprobs=sampled)
         batch, correction = correct_rollout(learner, batch, sampled)
         extra["importance_weights"] = batch.importance_weights
         metrics |= correction
@@ -127,15 +130,15 @@ def add_advantages(
         extra: arrays [B, R] that estimators may need, by the name of their parameter.
         kl_coef: of the KL divergence in the reward.
     """
-    rewards = token_rewards(experience, batch, kl_coef)
+    rewards, mask = token_rewards(experience, batch, kl_coef), batch.policy_mask
     advantages, returns = estimate_advantages(learner, rewards, batch, extra)
-    metrics = statistics.advantage_metrics("advantages", advantages[batch.mask])
-    metrics |= statistics.advantage_metrics("returns", returns[batch.mask])
+    metrics = statistics.advantage_metrics("advantages", advantages[mask])
+    metrics |= statistics.advantage_metrics("returns", returns[mask])
     batch = dataclasses.replace(batch, advantages=advantages)
     if learner.critic is not None:
-        batch, values = dataclasses.replace(batch, returns=returns), batch.values[batch.mask]
+        batch, values = dataclasses.replace(batch, returns=returns), batch.values[mask]
         metrics |= statistics.advantage_metrics("values", values)
-        metrics["critic/vf_explained_var"] = statistics.explained_variance(values, returns[batch.mask])
+        metrics["critic/vf_explained_var"] = statistics.explained_variance(values, returns[mask])
     if keeps_some(learner.algorithm):
         batch, kept = keep_some(learner, experience, batch)
         metrics |= kept
@@ -163,8 +166,15 @@ def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -
             candidates = in_pieces(learner.actor.most_likely, params, batch, pieces, learner.mesh, learner.pace)
             batch = dataclasses.replace(batch, candidates=candidates)
         pieces = teacher.micro_batches
-        found = in_pieces(teacher.statistics, teacher.params, batch, pieces, learner.mesh, learner.pace)
-        return judged(batch, found, weight=options.weight, use_task_rewards=options.use_task_rewards)
+        read = readable(batch, teacher.vocab_size)
+        found = in_pieces(teacher.statistics, teacher.params, read, pieces, learner.mesh, learner.pace)
+        return judged(
+            batch,
+            found,
+            vocab_size=teacher.vocab_size,
+            weight=options.weight,
+            use_task_rewards=options.use_task_rewards,
+        )
 
 
 def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Experience:
@@ -176,16 +186,16 @@ def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Exp
         batch = rows_of(learner, experience, num_groups=len(experience))
         arrays = put((batch.old_logprobs, reference_logprobs(learner, batch)), replicated(learner.mesh))
         kl = fetch(jitted_kl_penalty(*arrays, estimator=learner.algorithm.kl_penalty))
-    kl = np.where(batch.mask, kl, 0.0).reshape(*experience.finished.shape, -1)
+    kl = np.where(batch.policy_mask, kl, 0.0).reshape(*experience.finished.shape, -1)
     kl = np.pad(kl, ((0, 0), (0, 0), (0, experience.mask.shape[-1] - kl.shape[-1])))
     final = experience.scores["seq_reward"] - kl_coef * kl.sum(axis=-1)
     return dataclasses.replace(experience.with_scores(seq_final_reward=final), kl=kl)
 
 
 def token_rewards(experience: Experience, batch: Batch, kl_coef: float) -> np.ndarray:
-    """Reward [B, R] of each token: the response's at its last, less the KL divergence if there is one."""
+    """Reward [B, R] of each token: the response's at the policy's last, less the KL divergence if there is one."""
     scores = rows_like(batch, experience.scores["seq_reward"]).astype(np.float32)
-    rewards = np.asarray(place_rewards(scores, batch.mask))
+    rewards = np.asarray(place_rewards(scores, batch.policy_mask))
     if experience.kl is not None:
         kl = experience.kl.reshape(-1, experience.kl.shape[-1])[:, : batch.mask.shape[1]]
         rewards = rewards - kl_coef * np.pad(kl, ((0, len(rewards) - len(kl)), (0, 0)))
@@ -200,7 +210,7 @@ def estimate_advantages(
     num_groups = learner.num_groups
     missing = -rows % num_batch_shards(learner.mesh)
     group_ids = np.pad(batch.group_ids, (0, missing), constant_values=num_groups)  # rows of padding
-    arrays = put_rows((rewards, batch.mask, group_ids, chosen(function, extra)), learner.mesh)
+    arrays = put_rows((rewards, batch.policy_mask, group_ids, chosen(function, extra)), learner.mesh)
     options = {"num_groups": num_groups} if needs(function, "num_groups") else {}
     advantages, returns = fetch(learner.estimator(*arrays[:3], **arrays[3], **options))
     return advantages[:rows], returns[:rows]
@@ -212,7 +222,7 @@ def verdicts_of_rows(algorithm: AlgorithmConfig, experience: Experience, batch: 
     A verification that failed counts as 0 in each part.
 
     Raises:
-        InputError: the verifier returns no number of a name in algorithm.gdpo_reward_keys.
+        InputError: no reward has a name in algorithm.gdpo_reward_keys.
     """
     estimator, found = ESTIMATORS[algorithm.adv_estimator], {}
     if needs(estimator, "accuracy"):
@@ -236,7 +246,7 @@ def correct_rollout(learner: Learner, batch: Batch, sampled: np.ndarray) -> tupl
     settings = learner.algorithm.rollout_correction
     if learner.options.old_logprob == "auto":
         settings = dataclasses.replace(settings, rollout_is="token", rollout_is_threshold=FALLBACK_THRESHOLD)
-    arrays = put((batch.old_logprobs, sampled, batch.mask), replicated(learner.mesh))
+    arrays = put((batch.old_logprobs, sampled, batch.policy_mask), replicated(learner.mesh))
     metrics, probabilities = fetch((jitted_mismatch_metrics(*arrays), jitted_probability_metrics(*arrays)))
     if settings.rollout_is != "none":
         weights, found = fetch(
@@ -252,7 +262,8 @@ def correct_rollout(learner: Learner, batch: Batch, sampled: np.ndarray) -> tupl
     if settings.rollout_rs:
         bands = map(parse_threshold, settings.rollout_rs_threshold)
         criteria = tuple(zip(settings.rollout_rs, bands, strict=True))
-        kept, found = fetch(jitted_rejection_mask(*arrays, criteria=criteria))
+        trained = put(batch.loss_mask, replicated(learner.mesh))
+        kept, found = fetch(jitted_rejection_mask(*arrays[:2], trained, criteria=criteria))
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & kept)
         metrics |= found
     named = {f"rollout_corr/{name}": value for name, value in metrics.items()}

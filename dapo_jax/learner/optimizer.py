@@ -149,7 +149,8 @@ def learning_rate(
 ) -> float:
     """Learning rate of training step `step`, from 1: linear warm-up from lr / warmup_steps, then the scheduler.
 
-    All mini-batches of a training step share it. Before step 1, where nothing is trained, it is 0.
+    All mini-batches of a training step share it. Before step 1, where nothing is trained, it is 0. A cosine ends at
+    min_ratio * lr in the last step; without a minimum it reaches 0 one step later, so that the last one learns.
     """
     if step < 1:
         return 0.0
@@ -157,6 +158,6 @@ def learning_rate(
         return lr * step / warmup_steps
     if scheduler == "constant":
         return lr
-    decay_steps = max(total_steps - warmup_steps, 1)
+    decay_steps = max(total_steps - warmup_steps, 1) + (min_ratio == 0)
     schedule = optax.cosine_decay_schedule(lr, decay_steps, alpha=min_ratio)
     return float(np.asarray(schedule(step - warmup_steps)))

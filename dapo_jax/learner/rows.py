@@ -37,6 +37,7 @@ def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Bat
         group_ids=np.repeat(group_ids, num_samples),
         old_logprobs=flat(experience.logprobs),
         advantages=np.zeros((num_groups * num_samples, length), np.float32),
+        by_policy=None if experience.by_policy is None else flat(experience.policy_mask),
         experts=expert_records(list(chain.from_iterable(experience.experts or [])), num_groups * num_samples),
         prompt_experts=expert_records(experience.prompt_experts, num_groups),
     )

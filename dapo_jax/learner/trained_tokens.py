@@ -35,13 +35,13 @@ def only_high_entropy(batch: Batch, entropy: np.ndarray, share: float) -> tuple[
 
 
 def keep_some(learner: Learner, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
-    """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio."""
+    """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio, of responses left to train on."""
     algorithm = learner.algorithm
     scores = rows_like(batch, experience.final_rewards).astype(np.float32)
     first = batch.advantages[:, 0]  # the same at all tokens of a response
     advantages, kept = fetch(
         jitted_keep_samples(
-            *put((first, scores, batch.group_ids), replicated(learner.mesh)),
+            *put((first, scores, batch.group_ids, batch.loss_mask.any(axis=1)), replicated(learner.mesh)),
             num_groups=learner.num_groups,
             keep_pos_ratio=algorithm.keep_pos_ratio,
             keep_neg_ratio=algorithm.keep_neg_ratio,
@@ -50,7 +50,7 @@ def keep_some(learner: Learner, experience: Experience, batch: Batch) -> tuple[B
         )
     )
     loss_mask = batch.loss_mask & kept[:, None]
-    processed = np.where(batch.mask, advantages[:, None], 0.0).astype(np.float32)
+    processed = np.where(batch.policy_mask, advantages[:, None], 0.0).astype(np.float32)
     values = processed[loss_mask]
     metrics = statistics.advantage_metrics("advantages_processed", values)
     metrics["critic/advantages_processed/std"] = float(np.std(values)) if values.size else 0.0

@@ -107,10 +107,20 @@ def compute_values(
 
 
 def mini_batches(batch: Batch, rows: int) -> Iterator[Batch]:
-    """Consecutive slices of `rows` rows, with their prompts; the last may be shorter."""
-    total = batch.mask.shape[0]
-    for start in range(0, total, rows):
-        yield jax.tree.map(lambda x, start=start: x[start * len(x) // total : (start + rows) * len(x) // total], batch)
+    """Whole groups in prompt order, with their prompts, as batches of `rows` rows.
+
+    A partial step makes as few of them as hold its groups, whose numbers of groups differ by at most one, the larger
+    ones first. Groups of padding fill each up, so that every step has the same shapes.
+    """
+    prompts, samples = len(batch.prompts), len(batch.mask) // len(batch.prompts)
+    is_real = batch.mask.reshape(prompts, -1).any(axis=1)
+    real, padding, size = np.flatnonzero(is_real), np.flatnonzero(~is_real), rows // samples
+    for groups in np.array_split(real, max(-(-len(real) // size), 1)):
+        missing = size - len(groups)
+        groups, padding = np.concatenate([groups, padding[:missing]]), padding[missing:]
+        of_rows = (groups[:, None] * samples + np.arange(samples)).ravel()
+        of_length = {prompts: groups, len(batch.mask): of_rows}  # the same if there is one sample of a prompt
+        yield jax.tree.map(lambda x, taken=of_length: x[taken[len(x)]], batch)
 
 
 def sequence_lengths(batch: Batch) -> np.ndarray:
@@ -121,13 +131,12 @@ def sequence_lengths(batch: Batch) -> np.ndarray:
 
 def tokens_of_devices(batch: Batch, settings: UpdateSettings) -> np.ndarray:
     """Tokens [S] of the sequences that each share of the devices passes over in an epoch."""
-    shares, tokens = settings.micro_batches.num_shards, sequence_lengths(batch)
-    totals, start = np.zeros(shares), 0
+    totals = np.zeros(shares := settings.micro_batches.num_shards)
     for mini_batch in mini_batches(batch, settings.mini_batch_rows):
+        tokens = sequence_lengths(mini_batch)
         for one in settings.micro_batches.passes(mini_batch):
-            of_bins = [tokens[start + np.array(rows, int)].sum() for rows in one.bins]
+            of_bins = [tokens[np.array(rows, int)].sum() for rows in one.bins]
             totals += np.reshape(of_bins, (shares, -1)).sum(axis=1)
-        start += len(mini_batch.mask)
     return totals
 
 
@@ -169,7 +178,7 @@ def _optimizer_steps(
 
     Returns the new state, each step's metrics and gradient norm, still on the devices, and the work of forward passes.
 
-    Mini-batch j is the j-th slice of consecutive rows; which rows it holds never depends on their lengths.
+    Mini-batch j is the j-th of `mini_batches`; which rows it holds never depends on their lengths.
     """
     steps, work, micro_batches = [], Work(), settings.micro_batches
     for _ in range(settings.epochs):
@@ -223,6 +232,8 @@ def _policy_summary(steps: list[tuple[Metrics, Any]], *, clips: bool) -> dict[st
     summary["rollout_corr/logprob_outliers"] = _value(first["logprob_outliers"])
     summary["rollout_corr/eff_sample_size"] = _value(first["ratio"]) ** 2 / max(_value(first["squared_ratio"]), 1e-30)
     summary["rollout_corr/k3_kl"] = _value(first["logprob_k3"])
+    if "student_mass" in first:
+        summary["distillation/student_mass"] = summary.pop("actor/student_mass")
     if "pg_clipfrac" in first and clips:
         summary["rollout_corr/first_clipfrac"] = _value(first["pg_clipfrac"])
     return summary

@@ -106,5 +106,6 @@ def cosine_length_reward(
 @jax.jit
 def place_rewards(rewards: jax.Array, mask: jax.Array) -> jax.Array:
     """Each response's reward [B] at its last token [B, R]; 0 elsewhere, and for a response without tokens."""
-    last = jnp.arange(mask.shape[1]) == (jnp.sum(mask, axis=-1) - 1)[:, None]
-    return jnp.where(last, rewards[:, None], 0.0)
+    columns = jnp.arange(mask.shape[1])
+    last = jnp.max(jnp.where(mask, columns, -1), axis=-1, keepdims=True)
+    return jnp.where(columns == last, rewards[:, None], 0.0)

@@ -241,6 +241,7 @@ def losses(parts: Parts) -> Iterator[Program]:
         importance_weights=values,
         ref_logprobs=values,
         selected=mask,
+        sampled_logprobs=values,
     )
     for name, settings in variants.items():
         loss = functools.partial(loss_of, settings=settings)
@@ -318,6 +319,7 @@ def batch_functions(parts: Parts) -> Iterator[Program]:
                 per_row,
                 per_row,
                 ids,
+                parts.whole(ROWS, dtype=jnp.bool_),
                 num_groups=GROUPS,
                 keep_pos_ratio=0.5,
                 keep_neg_ratio=0.5,

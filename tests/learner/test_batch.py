@@ -248,6 +248,19 @@ def test_overlong_filtering_masks_what_was_cut_off(accepted):
     assert (batch.advantages[cut] != 0).any()  # they still count in their group's mean
 
 
+def test_truncated_responses_are_not_among_the_kept_ones(accepted):
+    finished, scores = accepted[1].finished.copy(), accepted[1].scores["seq_reward"]
+    finished[:] = True
+    finished[np.arange(len(scores)), np.argmin(scores, axis=1)] = False  # which would be the first wrong one to be kept
+    experience = dataclasses.replace(accepted[1], finished=finished)
+    batch, _ = batch_with(
+        accepted, experience, **{"algorithm.keep_neg_ratio": 0.25, "algorithm.overlong_filtering": True}
+    )
+    trained, wrong = batch.loss_mask.any(axis=1).reshape(scores.shape), (scores == 0).sum(axis=1)
+    assert not trained[~finished].any() and (wrong > 1).any()
+    assert (trained.sum(axis=1) == (scores == 1).sum(axis=1) + np.ceil((wrong - 1) / 4)).all()
+
+
 def test_kept_samples_alone_are_trained_on(accepted):
     batch, metrics = batch_with(accepted, **{"algorithm.keep_neg_ratio": 0.25, "algorithm.compute_new_adv": True})
     scores = accepted[1].scores["seq_reward"]
@@ -283,6 +296,27 @@ def test_rollout_correction_weighs_and_rejects(accepted):
     batch, metrics = batch_with(accepted, less_likely(accepted[1]), **options)
     assert batch.importance_weights[0, 0] == pytest.approx(2.0) and not batch.loss_mask[0, 0] and batch.mask[0, 0]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / batch.mask.sum())
+
+
+def test_what_an_environment_wrote_rejects_no_response(accepted):
+    """It has no log-probability, so it says nothing of the sampler; nor does it carry the reward."""
+    experience = accepted[1]
+    by_policy = experience.mask & (np.arange(experience.mask.shape[-1]) != 1)
+    mixed = dataclasses.replace(experience, by_policy=by_policy, logprobs=np.where(by_policy, experience.logprobs, 0))
+    rejection = {"rollout_rs": ("seq_max_k2",), "rollout_rs_threshold": ("0.01",)}
+    options = {f"algorithm.rollout_correction.{name}": value for name, value in rejection.items()}
+    batch, metrics = batch_with(accepted, mixed, **options, **{"actor.old_logprob": "recompute"})
+    np.testing.assert_array_equal(batch.loss_mask, batch.by_policy)
+    assert metrics["rollout_corr/k3_kl"] < 1e-8 and (batch.mask & ~batch.by_policy).any()
+    plain, _ = batch_with(accepted)
+    np.testing.assert_array_equal(batch.advantages, np.where(batch.by_policy, plain.advantages, 0))
+
+
+def test_what_was_sampled_is_kept_for_the_off_policy_mask(accepted):
+    shifted, masked = less_likely(accepted[1]), {"actor.off_policy_mask_threshold": 0.1}
+    batch, _ = batch_with(accepted, shifted, fallen_back=True, **masked)
+    assert batch.sampled_logprobs[0, 0] == shifted.logprobs[0, 0, 0]
+    assert batch.old_logprobs[0, 0] - batch.sampled_logprobs[0, 0] == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -338,12 +372,15 @@ def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
 
 def test_only_the_tokens_of_highest_entropy_have_advantages(accepted):
     plain, _ = batch_with(accepted)
-    batch, metrics = batch_with(accepted, **{"algorithm.top_entropy_quantile": 0.25})
+    with open_run(accepted[0]) as run:
+        entropy = policy_statistics(run.learner, accepted[2].actor.params, plain).entropy
+    of_rows = entropy.max(axis=1).reshape(accepted[1].finished.shape)
+    truncated = dataclasses.replace(accepted[1], finished=of_rows < np.median(of_rows))  # those of highest entropy
+    options = {"algorithm.top_entropy_quantile": 0.25, "algorithm.overlong_filtering": True}
+    batch, metrics = batch_with(accepted, truncated, **options)
     has = (batch.advantages != 0) & batch.loss_mask
     assert has.sum() == pytest.approx(0.25 * batch.loss_mask.sum(), abs=2)
     np.testing.assert_array_equal(batch.advantages[has], plain.advantages[has])
-    with open_run(accepted[0]) as run:
-        entropy = policy_statistics(run.learner, accepted[2].actor.params, plain).entropy
     assert entropy[has].min() >= metrics["actor/entropy_threshold"] - 1e-6
     assert entropy[batch.loss_mask & ~has].max() <= metrics["actor/entropy_threshold"] + 1e-6
 

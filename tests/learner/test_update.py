@@ -3,15 +3,18 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from shapes import one_device_mesh
-from small_policy import plain_batch, update_settings
+from small_policy import actor_on, actor_settings, micro_batch, plain_batch, update_settings
 
 from dapo_jax.data.containers import Mean
+from dapo_jax.learner.actor import policy_token_loss
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.update import UpdateSettings, _optimizer_steps, sequence_lengths, tokens_of_devices
+from dapo_jax.learner.update import UpdateSettings, _optimizer_steps, mini_batches, sequence_lengths, tokens_of_devices
+from dapo_jax.parallel.sharding import fetch
 from dapo_jax.parallel.stopping import unpaced
 
 PROMPTS = np.array([1, 2, 4, 8])  # tokens; two responses to each
@@ -47,6 +50,37 @@ def test_a_mini_batch_without_a_token_to_train_on_has_no_step():
     learner, state = cast(Any, Recorded()), cast(Any, SimpleNamespace(params=None, steps=[]))
     state, steps, _ = _optimizer_steps(learner, state, batch, settings, one_device_mesh(), unpaced)
     assert state.steps == pytest.approx([1.0, 1.0]) and len(steps) == 2  # the second half, in each of two epochs
+
+
+@pytest.mark.parametrize(("given", "sizes"), [(4, [2, 2]), (3, [2, 1]), (2, [2]), (1, [1])])
+def test_a_partial_step_is_split_evenly_into_mini_batches_of_the_same_shape(given, sizes):
+    batch = BATCH.replace(mask=BATCH.mask & (np.arange(8) < 2 * given)[:, None])
+    found = list(mini_batches(batch, 4))
+    assert [one.mask.any(axis=1).sum() // 2 for one in found] == sizes
+    assert {one.mask.shape for one in found} == {(4, 64)} and {len(one.prompts) for one in found} == {2}
+    real = np.concatenate([one.group_ids[one.mask.any(axis=1)] for one in found])
+    assert real.tolist() == np.repeat(np.arange(given), 2).tolist()
+
+
+def test_five_groups_of_mini_batches_of_four_are_three_and_two():
+    batch = plain_batch(np.ones((8, 2), bool), (np.arange(8) < 5)[:, None] & np.ones((8, 3), bool))
+    assert [one.mask.any(axis=1).sum() for one in mini_batches(batch, 4)] == [3, 2]
+
+
+def test_the_off_policy_mask_compares_with_the_sampler_and_no_token_is_drawn_that_it_leaves_out():
+    mask, zeros = BATCH.mask, np.zeros(BATCH.mask.shape, np.float32)
+    sampled = np.where(np.arange(8) >= 4, 1.0, 0.1)[:, None].astype(np.float32) * mask
+    batch = BATCH.replace(advantages=zeros - 1, old_logprobs=zeros, sampled_logprobs=sampled, noise=zeros)
+    changes = {"loss_mode": "kl_cov", "off_policy_mask_threshold": 0.5}
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        select = actor_on(mesh, **changes).select
+        assert select is not None
+        selected = fetch(select(batch, -np.broadcast_to(np.arange(8.0)[:, None], mask.shape) * mask * 0.01))
+        assert selected.any() and not selected[4:].any()
+        piece = micro_batch(batch.replace(selected=selected))
+    _, metrics = policy_token_loss(jnp.zeros(piece.mask.shape), piece, actor_settings(**changes))
+    assert metrics["off_policy_masked"].total == mask[4:].sum() and metrics["off_policy_masked"].count == mask.sum()
 
 
 def test_a_sequence_is_a_response_with_its_own_prompt():

@@ -22,13 +22,14 @@ from small_policy import (
 )
 
 from dapo_jax.learner.actor import build_statistics
-from dapo_jax.learner.teacher import judged
+from dapo_jax.learner.teacher import ABSENT, judged, readable
 from dapo_jax.learner.token_logprobs import TokenStatistics, highest, logits_of
 from dapo_jax.learner.update import in_pieces
 from dapo_jax.models.weights import init_params, weight_shardings, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, put, replicated
 from dapo_jax.parallel.stopping import unpaced
 
+WHOLE = {"vocab_size": ARCH.vocab_size, "weight": 2.0}
 TOP_K = {"candidates": 5, "distillation_weight": 0.7}
 WIDER = dataclasses.replace(ARCH, num_layers=1, intermediate_size=96, vocab_size=72)  # more padding, too
 
@@ -124,17 +125,31 @@ def test_a_teacher_that_is_the_policy_changes_nothing():
         own = logprobs_of(actor, state.params, batch, rows(32), mesh)
         found = in_pieces(build_statistics(actor_settings(), mesh), state.params, batch, rows(32), mesh, unpaced)
     batch = batch.replace(old_logprobs=own)
-    judgement, metrics = judged(batch, found, weight=2.0, use_task_rewards=True)
+    judgement, metrics = judged(batch, found, **WHOLE, use_task_rewards=True)
     np.testing.assert_array_equal(judgement.advantages, batch.advantages)
     assert metrics == {"distillation/reverse_kl": 0.0}
-    alone, _ = judged(batch, found, weight=2.0, use_task_rewards=False)
+    alone, _ = judged(batch, found, **WHOLE, use_task_rewards=False)
     assert not alone.advantages.any()
 
 
 def test_the_sampled_form_adds_the_weighted_difference_of_log_probabilities(whole):
     batch, logprobs = whole
-    found, metrics = judged(batch, TokenStatistics(logprobs, None, None), weight=2.0, use_task_rewards=True)
+    found, metrics = judged(batch, TokenStatistics(logprobs, None, None), **WHOLE, use_task_rewards=True)
     difference = np.where(batch.mask, logprobs - batch.old_logprobs, 0)
     np.testing.assert_allclose(found.advantages, batch.advantages + 2 * difference, atol=1e-5)
     np.testing.assert_allclose(metrics["distillation/reverse_kl"], -difference[batch.loss_mask].mean(), rtol=1e-4)
     assert len(batch.mask) % SAMPLES == 0 and jnp.isfinite(found.advantages).all()
+
+
+def test_tokens_that_the_teacher_lacks_have_a_floor_and_are_read_as_its_last(whole):
+    batch, logprobs = whole
+    found, size = TokenStatistics(logprobs, None, None, batch.teacher_logprobs), 20
+    assert (batch.responses >= size).any() and (batch.candidates >= size).any()
+    judgement, _ = judged(batch, found, vocab_size=size, weight=1.0, use_task_rewards=True)
+    lacks = batch.candidates >= size
+    assert (judgement.teacher_logprobs[lacks] == ABSENT).all()
+    np.testing.assert_array_equal(judgement.teacher_logprobs[~lacks], batch.teacher_logprobs[~lacks])
+    alone, _ = judged(batch, found._replace(of_candidates=None), vocab_size=size, weight=1.0, use_task_rewards=False)
+    lacks = (batch.responses >= size) & batch.mask
+    np.testing.assert_allclose(alone.advantages[lacks], ABSENT - batch.old_logprobs[lacks], rtol=1e-6)
+    assert (readable(batch, size).responses == np.minimum(batch.responses, size - 1)).all()
