@@ -12,7 +12,7 @@ from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.base_models import lora_of
 from dapo_jax.command.warnings import NO_POLICY_STEP
-from dapo_jax.config.derived import micro_batch_size, mini_batch_size, token_budget
+from dapo_jax.config.derived import further_rewards, micro_batch_size, mini_batch_size, token_budget
 from dapo_jax.config.sections import ActorConfig, AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
@@ -103,8 +103,10 @@ def algorithm_settings(config: Config) -> AlgorithmConfig:
     keys = algorithm.gdpo_reward_keys
     weights = algorithm.gdpo_reward_weights or (1.0,) * len(keys)
     if not keys:
-        parts = parse_parts(given_function(config))
-        keys, weights = tuple(part.name for part in parts), tuple(part.weight for part in parts)
+        scale = config.reward.model.function_weight if config.reward.model.path else 1.0
+        found = {part.name: scale * part.weight for part in parse_parts(given_function(config))}
+        found |= further_rewards(config)
+        keys, weights = tuple(found), tuple(found.values())
     return dataclasses.replace(algorithm, gdpo_reward_keys=keys, gdpo_reward_weights=weights)
 
 

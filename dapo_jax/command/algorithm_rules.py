@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, parse_threshold
-from dapo_jax.config.derived import gen_batch_size, keeps_some, trains_on_rewards
+from dapo_jax.command.reward_rules import measured_numbers
+from dapo_jax.config.derived import further_rewards, gen_batch_size, keeps_some, trains_on_rewards
 from dapo_jax.config.sections import Config
 from dapo_jax.problems import given_function
 from dapo_jax.rewards.weighted import is_weighted
@@ -26,8 +27,15 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
     if actor.use_kl_loss and not actor.kl_loss_coef > 0:
         yield f"actor.kl_loss_coef={actor.kl_loss_coef} must be greater than 0 with use_kl_loss=True"
     yield from _distillation_problems(config)
+    yield from _averaged_problems(config)
     if algorithm.adv_estimator == "gdpo":
         yield from _gdpo_problems(config)
+    estimator = ESTIMATORS.get(algorithm.adv_estimator, ESTIMATORS["grpo"])
+    if given_function(config) == "none" and needs(estimator, "accuracy"):
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} reads the verifier's acc, and reward.function is none: "
+            "give one, or choose grpo"
+        )
     if given_function(config) == "none" and groups.enable and groups.metric == "acc":
         yield (
             "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "
@@ -36,17 +44,49 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _gdpo_problems(config: Config) -> Iterator[str]:
-    """Which rewards GDPO normalises: those of reward.functions, or those that are named."""
+    """Which rewards GDPO normalises: all that the config asks for, or those that are named; none is left out."""
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    further, known = further_rewards(config), measured_numbers(config)
     if not keys and not is_weighted(given_function(config)):
         yield (
             "algorithm.adv_estimator=gdpo needs several rewards: give them in reward.functions, or name numbers that "
             "your reward function returns in algorithm.gdpo_reward_keys"
         )
+    sums = {"seq_reward": {*further}, "score": {"reward_model"}}
+    named = {*keys}.union(*(parts for name, parts in sums.items() if name in keys))
+    if keys and (left_out := [name for name in further if name not in named]):
+        yield (
+            f"algorithm.gdpo_reward_keys={keys} leaves out {', '.join(left_out)}, which config.reward asks for: name "
+            "each of them too, or switch it off"
+        )
+    if known is not None and (unknown := [key for key in keys if key not in known]):
+        yield (
+            f"algorithm.gdpo_reward_keys={keys} must be numbers that responses have, and {', '.join(unknown)} is not: "
+            f"choose among {', '.join(known)}"
+        )
+    if config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.use_kl_in_reward=True subtracts the KL divergence from the sum of the rewards, which "
+            "adv_estimator=gdpo does not read: set it to False, and actor.use_kl_loss=True"
+        )
     if weights and len(weights) != len(keys):
         yield (
             f"algorithm.gdpo_reward_weights={weights} must have a weight for each of gdpo_reward_keys={keys}: "
             "give as many, or none"
+        )
+
+
+def _averaged_problems(config: Config) -> Iterator[str]:
+    """What chooses tokens by their advantages, with the loss that averages them over each response."""
+    if config.actor.policy_loss.loss_mode != "geo_mean":
+        return
+    quantile, distillation = config.algorithm.top_entropy_quantile, config.algorithm.distillation
+    found = [f"algorithm.top_entropy_quantile={quantile}"] * (quantile < 1)
+    found += ["algorithm.distillation.form=sampled"] * bool(distillation.path and distillation.form == "sampled")
+    if found:
+        yield (
+            "actor.policy_loss.loss_mode=geo_mean averages the advantages of a response, so "
+            f"{' and '.join(found)} cannot tell its tokens apart: choose another loss, such as gspo"
         )
 
 

@@ -43,17 +43,10 @@ def reward_problems(config: Config, own: Collection[str]) -> Iterator[str]:
 
 def metric_problems(config: Config) -> Iterator[str]:
     """A filter metric that is never measured. Which numbers a function of your own returns is not known here."""
-    groups, reward = config.algorithm.filter_groups, config.reward
-    returned = _returned_numbers(config)
-    if not groups.enable or returned is None:
+    groups, known = config.algorithm.filter_groups, measured_numbers(config)
+    if not groups.enable or known is None:
         return
-    measured = {
-        "reward_model": bool(reward.model.path),
-        "length_reward": reward.length.form != "none",
-        "overlong": reward.overlong_buffer.enable and reward.overlong_buffer.log,
-    }
-    known = [*returned, *(name for name in OWN_SCORES if measured.get(name, True))]
-    if groups.metric in known or (groups.metric == "acc" and returned == ["score"]):  # _algorithm_problems
+    if groups.metric in known or (groups.metric == "acc" and given_function(config) == "none"):  # _algorithm_problems
         return
     function = given_function(config)
     option = f"reward.function{'s' * is_weighted(function)}={function}"
@@ -63,6 +56,19 @@ def metric_problems(config: Config) -> Iterator[str]:
         f"algorithm.filter_groups.metric={groups.metric} is not a number that {option} returns: "
         f"choose one of {', '.join(known)}{meant}, or give a function of your own that returns it"
     )
+
+
+def measured_numbers(config: Config) -> list[str] | None:
+    """The numbers that a response has; None if what its reward function returns is not known."""
+    reward, returned = config.reward, _returned_numbers(config)
+    if returned is None:
+        return None
+    measured = {
+        "reward_model": bool(reward.model.path),
+        "length_reward": reward.length.form != "none",
+        "overlong": reward.overlong_buffer.enable and reward.overlong_buffer.log,
+    }
+    return [*returned, *(name for name in OWN_SCORES if measured.get(name, True))]
 
 
 def _returned_numbers(config: Config) -> list[str] | None:

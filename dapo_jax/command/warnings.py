@@ -47,8 +47,45 @@ def _of_algorithm(config: Config) -> Iterator[str]:
             f"actor.policy_loss.loss_mode={mode} is defined with actor.loss_agg_mode=seq-mean-token-mean, "
             f"not {actor.loss_agg_mode}"
         )
+    yield from _of_loss(config)
     if trainer.critic_warmup >= trainer.total_training_steps > 0:
         yield NO_POLICY_STEP
+
+
+def _of_loss(config: Config) -> Iterator[str]:
+    """Bounds and estimates with which a loss does not do what its paper says."""
+    actor, algorithm = config.actor, config.algorithm
+    low, high, mode = actor.clip_ratio_low, actor.clip_ratio_high, actor.policy_loss.loss_mode
+    of_mode = f"actor.policy_loss.loss_mode={mode}"
+    if mode == "cispo" and low < 1:
+        yield (
+            f"{of_mode} with actor.clip_ratio_low={low} raises weights below {1 - low:.3g} to it; the paper has no "
+            "lower bound (arXiv:2506.13585): set actor.clip_ratio_low=1"
+        )
+    if mode == "gspo" and max(low, high) > 0.01:
+        yield (
+            f"{of_mode} with actor.clip_ratio_low={low}, clip_ratio_high={high} hardly ever clips, as a sequence's "
+            "mean ratio stays near 1: set the paper's 3e-4 and 4e-4 (arXiv:2507.18071)"
+        )
+    if mode == "dppo_kl" and max(low, high) > 0.1:
+        yield (
+            f"{of_mode} with actor.clip_ratio_low={low}, clip_ratio_high={high} hardly ever stops a token, as they are "
+            "nats of divergence: set both to about 0.05"
+        )
+    estimator = algorithm.adv_estimator
+    by_token = estimator in ("gae", "optimal_token_baseline")
+    by_token |= estimator == "cpo" and "seq" not in algorithm.cpo.wrap_method
+    by_token |= estimator in ("reinforce_plus_plus", "remax") and algorithm.use_kl_in_reward
+    if mode == "geo_mean" and (by_token or (estimator == "reinforce_plus_plus" and algorithm.gamma < 1)):
+        yield (
+            f"{of_mode} averages the advantages of a response, so adv_estimator={estimator} cannot tell its tokens "
+            "apart: set actor.policy_loss.loss_mode=gspo, or adv_estimator=grpo"
+        )
+    if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
+        yield (
+            f"actor.kl_loss_type={actor.kl_loss_type} has a gradient of 0 on average, so it does not hold the policy: "
+            f"set actor.kl_loss_type={actor.kl_loss_type}+, which has the same value"
+        )
 
 
 def _of_filter(config: Config) -> Iterator[str]:

@@ -69,6 +69,14 @@ def uses_reference(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
 
 
+def further_rewards(config: Config) -> dict[str, float]:
+    """The names and weights of the rewards of a response that are added to its verifier's score."""
+    model, buffer, length = config.reward.model, config.reward.overlong_buffer, config.reward.length
+    found = {"reward_model": model.weight} if model.path else {}
+    found |= {"overlong_reward": buffer.penalty_factor} if buffer.enable else {}
+    return found | ({"length_reward": abs(length.weight)} if length.form != "none" else {})  # its sign is in the number
+
+
 def trains_on_rewards(config: Config) -> bool:
     """Whether advantages follow rewards, and not a teacher alone."""
     distillation = config.algorithm.distillation

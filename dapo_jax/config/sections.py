@@ -348,8 +348,8 @@ class DistillationConfig:
 class AlgorithmConfig:
     adv_estimator: str = "grpo"  # a name of ESTIMATORS in dapo_jax/algorithms/advantages.py (verl: gae)
     norm_adv_by_std_in_grpo: bool = True  # False: Dr. GRPO (arXiv:2503.20783)
-    gdpo_reward_keys: tuple[str, ...] = ()  # gdpo: rewards to normalise, numbers of a verdict; () = reward.functions
-    gdpo_reward_weights: tuple[float, ...] = ()  # gdpo: their weights; () = 1 each, or those of reward.functions
+    gdpo_reward_keys: tuple[str, ...] = ()  # gdpo: rewards to normalise, by name; () = all that the config asks for
+    gdpo_reward_weights: tuple[float, ...] = ()  # gdpo: their weights; () = 1 each, or those of the config
     gamma: Share = 1.0  # discount per token, of gae and reinforce_plus_plus
     lam: Share = 1.0  # lambda of gae
     keep_pos_ratio: Share = 1.0  # train on this share of a group's good samples, the best; grpo only
@@ -381,7 +381,7 @@ class OptimConfig:
     lr: NotNegative[float] = 1e-6  # learning rate after the warm-up
     lr_warmup_steps: NotNegative[int] = 20  # training steps; the first has lr / lr_warmup_steps (verl: 0)
     lr_scheduler_type: Schedule = "constant"  # after the warm-up: constant | cosine, down to lr * min_lr_ratio
-    min_lr_ratio: Share = 0.0  # cosine: last learning rate, as a multiple of lr
+    min_lr_ratio: Share = 0.0  # cosine: last learning rate, as a multiple of lr; 0: it reaches 0 one step later
     weight_decay: NotNegative[float] = 0.1  # verl's framework: 0.01; its DAPO scripts: 0.1
     betas: Betas = (0.9, 0.999)  # decay of Adam's two running moments, per update
     eps: Positive[float] = 1e-8  # added to the root of the second moment
