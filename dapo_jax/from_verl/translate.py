@@ -17,11 +17,11 @@ from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
 from dapo_jax.hub.client import INSTALL
 from dapo_jax.hub.names import model_name
 from dapo_jax.verl.options import converted, find, flag, is_off, ours_of
-from dapo_jax.verl.values import TRACKERS, parsed
+from dapo_jax.verl.values import TRACKERS, as_type_of, parsed
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?")
-CONFIG_FILE = re.compile(r"--config-(name|path|dir)(=.*)?|-cn|-cp|-cd")
+TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?|verl\.trainer\.main")  # the last is EasyR1's
+CONFIG_FILE = re.compile(r"--config-(name|path|dir)(=.*)?|-cn|-cp|-cd|config=.*")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # a reference to another option
 CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
@@ -33,6 +33,7 @@ ASSUMED = {  # verl's defaults that conversions read
     f"{CLIP_RATIO}_low": 0.2,
     f"{CLIP_RATIO}_high": 0.2,
 }
+FILTERS = ("algorithm.online_filtering", "algorithm.use_dynamic_sample")
 BASE = freeze(defaults.get_config())
 
 
@@ -65,7 +66,7 @@ def overrides(script: Script) -> dict[str, str]:
                     for word in words[at + 1 :]
                     if CONFIG_FILE.fullmatch(word)
                 ]
-                return {match[1]: match[2] for match in found if match}
+                return {match[1]: match[2] for match in found if match and match[1] != "config"}
     raise InputError(
         "no command of the script starts verl's trainer with options: it must have one such as `python3 -m "
         "verl.trainer.main_ppo data.train_files=...`, outside if, for and functions"
@@ -131,9 +132,13 @@ def _take_unknown(key: str, text: str, result: Translation) -> None:
 
 def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) -> None:
     """Translates one option and records the result."""
-    entry, text = find(key), f"{key}={value}"
+    entry, text, same = find(key), f"{key}={value}", key.removeprefix("worker.")  # as EasyR1 prefixes our names
     if key.startswith("critic.") and values.get("algorithm.adv_estimator", "gae") != "gae":
         result.dropped.append(f"{text}: the advantage estimator needs no critic")
+    elif entry is None and same in DEFAULTS:
+        result.values |= as_type_of(same, value)
+        if same in FILTERS:  # the filter is off in defaults.py
+            result.values["algorithm.filter_groups.enable"] = value
     elif entry is None:
         result.lost.append(f"{text}: not an option of verl 0.7 or 0.9")
     elif not entry.ours:

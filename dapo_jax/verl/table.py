@@ -20,6 +20,7 @@ from dapo_jax.verl.values import (
     fsdp_size,
     greedy,
     lora_modules,
+    lower_clip,
     only_positive,
     policy_loss,
     resume_mode,
@@ -159,7 +160,8 @@ HERE = (
         "set both; verl reads it only if clip_ratio_low and clip_ratio_high are null (default 0.2)",
         both_clip_ratios,
     ),
-    _actor("{clip_ratio_low,clip_ratio_high}", "0.2, 0.28 here"),
+    _actor("clip_ratio_low", "0.2 here; more than 1 is 1, which never clips either", lower_clip),
+    _actor("clip_ratio_high", "0.28 here"),
     _actor("clip_ratio_c", "10, as in the DAPO scripts; verl's default is 3"),
     Entry(f"{ACTOR}.{{tau_pos,tau_neg}}", "actor.policy_loss.{tau_pos,tau_neg}"),
     _actor(
@@ -417,6 +419,7 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
 
 
 EASYR1 = (
+    Entry("data.{rollout_batch_size,mini_rollout_batch_size}", "data.{train_batch_size,gen_batch_size}", "prompts"),
     Entry("worker.actor.global_batch_size", "actor.ppo_mini_batch_size", "prompts"),
     Entry("worker.actor.micro_batch_size_per_device_for_update", "actor.ppo_micro_batch_size_per_device", "responses"),
     Entry(

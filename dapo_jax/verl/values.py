@@ -92,8 +92,14 @@ def router_replay(value: Any, given: Values) -> dict[str, Any]:
 
 
 def both_clip_ratios(value: Any, given: Values) -> dict[str, Any]:
-    bounds = {f"{ACTOR}.clip_ratio_{end}": f"actor.clip_ratio_{end}" for end in ("low", "high")}
-    return {ours: value for theirs, ours in bounds.items() if given.get(theirs) is None}
+    low = lower_clip(value, given) if given.get(f"{ACTOR}.clip_ratio_low") is None else {}
+    return low | ({"actor.clip_ratio_high": value} if given.get(f"{ACTOR}.clip_ratio_high") is None else {})
+
+
+def lower_clip(value: Any, given: Values) -> dict[str, Any]:
+    """At most 1, where that never clips either: no ratio is below 0, and no probability falls by more than 1."""
+    by_share = given.get(f"{ACTOR}.policy_loss.loss_mode") not in ("geo_mean", "dppo_kl")  # those bound logarithms
+    return as_type_of("actor.clip_ratio_low", 1.0 if value is not None and value > 1 and by_share else value)
 
 
 def greedy(value: Any, given: Values) -> dict[str, Any]:
