@@ -97,12 +97,25 @@ def policy_loss(
     known = [name for name in loss_options(ActorConfig()) if needs(function, name)]
     if unknown := set(options) - set(known):
         raise InputError(f"loss={loss!r} has no {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
-    logprobs, advantages = jnp.asarray(logprobs), jnp.asarray(advantages)
-    if advantages.ndim == 1:
-        advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
-    weights = {"importance_weights": jnp.ones_like(logprobs)} if needs(function, "importance_weights") else {}
-    token_loss, metrics = function(logprobs, jnp.asarray(old_logprobs), advantages, mask, **options, **weights)
-    ids = jnp.arange(mask.shape[0]) if group_ids is None else jnp.asarray(group_ids)
+    given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "group_ids": group_ids}
+    arrays = {name: jnp.asarray(values) for name, values in given.items() if values is not None}
+    for name, array in arrays.items():
+        allowed = {"group_ids": [mask.shape[:1]], "advantages": [mask.shape, mask.shape[:1]]}.get(name, [mask.shape])
+        if mask.ndim != 2 or array.shape not in allowed:
+            raise InputError(
+                f"{name} has the shape {array.shape}, and mask {mask.shape}, which must be [B, R]: give "
+                f"{' or '.join(map(str, allowed))}"
+            )
+    if aggregation == "group-token-mean" and group_ids is None:
+        raise InputError("aggregation='group-token-mean' needs group_ids, the prompt of each row: give them")
+    if arrays["advantages"].ndim == 1:
+        arrays["advantages"] = jnp.broadcast_to(arrays["advantages"][:, None], mask.shape)
+    # 0 on padding before the loss: a gradient of 0 times one that is not finite would not be finite
+    tokens = [jnp.where(mask, arrays[name], 0) for name in ("logprobs", "old_logprobs", "advantages")]
+    weights = {"importance_weights": jnp.ones_like(tokens[0])} if needs(function, "importance_weights") else {}
+    token_loss, metrics = function(*tokens, mask, **options, **weights)
+    rows = len(mask)
+    _, ids = jnp.unique(arrays.get("group_ids", jnp.arange(rows)), return_inverse=True, size=rows)
     shares = token_weights(mask, ids, aggregation, scale_factor=float(mask.shape[-1]))
     means = {name: metric.total / jnp.maximum(metric.count, 1) for name, metric in metrics.items()}
     return weighted_sum(token_loss, shares, mask), means
@@ -112,6 +125,8 @@ def _by_group(name: str, values: Any) -> jax.Array:
     array = jnp.asarray(values, jnp.float32)
     if array.ndim != 2:
         raise InputError(f"{name} has the shape {array.shape}: give one row per prompt and one column per response")
+    if not jnp.isfinite(array).all():
+        raise InputError(f"{name} hold a number that is not finite: correct the reward, or leave its group out")
     return array
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,9 @@ from dapo_jax.errors import InputError
 from dapo_jax.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
+from dapo_jax.learner.choices import trained
 from dapo_jax.learner.learner import update
+from dapo_jax.learner.update import UpdateSettings
 from dapo_jax.meshes import check_memory, make_meshes
 from dapo_jax.other_runs import find_trained
 from dapo_jax.parallel.compilation import keep_compiled
@@ -41,6 +43,7 @@ class Samples:
 
     prompts: list[Prompt]  # [Q], as they were given
     experience: Experience = dataclasses.field(repr=False)  # all that the package knows of them
+    temperature: float  # of the distribution that the tokens were drawn from
 
     @property
     def texts(self) -> list[list[str]]:
@@ -74,7 +77,7 @@ class Samples:
         """The groups at these indices, or where a mask [Q] is True."""
         given = np.asarray(groups)
         chosen = np.flatnonzero(given) if given.dtype == bool else given.astype(int)
-        return Samples([self.prompts[index] for index in chosen], self.experience.select(chosen))
+        return Samples([self.prompts[index] for index in chosen], self.experience.select(chosen), self.temperature)
 
 
 class Policy:
@@ -166,7 +169,7 @@ class Policy:
         texts = [self.tokenizer.decode(row[kept].tolist()) for row, kept in rows]
         unscored = [Verdict({}, None, None)] * len(texts)
         groups = verified_groups(rollout, tokens, list(numbers), list(numbers), texts, unscored, self.steps)
-        return Samples(list(prompts), groups)
+        return Samples(list(prompts), groups, temperature)
 
     def logprobs(self, samples: Samples) -> np.ndarray:
         """[Q, G, R] float32 log-probabilities of the tokens under the policy as it is now; 0 on padding."""
@@ -184,7 +187,7 @@ class Policy:
         Args:
             samples: of `generate`, config.rollout.n responses to each of at most config.data.train_batch_size prompts.
             rewards: [Q, G] one number per response.
-            learning_rate: None = the schedule of config.actor.optim.
+            learning_rate: None = the schedule of config.actor.optim, which has to have a rate above 0 in this step.
 
         Returns:
             The metrics of the step, as docs/metrics.md lists them: actor/..., critic/advantages/..., ...
@@ -194,7 +197,9 @@ class Policy:
         groups = self._rewarded(samples, rewards)
         recompute = self.config.actor.old_logprob == "recompute"
         settings = updates_of_step(self.config, self.arch, self._learner.mesh, self.steps + 1)
-        if learning_rate is not None:
+        if learning_rate is None:
+            self._check_rate(settings)
+        else:
             settings = {name: dataclasses.replace(one, learning_rate=learning_rate) for name, one in settings.items()}
         with jax.set_mesh(self._learner.mesh):
             batch, metrics = make_batch(self._learner, groups, self._models, recompute=recompute, kl_coef=0.0)
@@ -252,6 +257,18 @@ class Policy:
             )
         return tokens
 
+    def _check_rate(self, settings: Mapping[str, UpdateSettings]) -> None:
+        """Raises InputError if a schedule has ended, so that the step would change nothing."""
+        ended = [
+            name for name, one in settings.items() if not one.learning_rate and getattr(self.config, name).optim.lr
+        ]
+        if ended:
+            raise InputError(
+                f"step {self.steps + 1} has a learning rate of 0, as the schedule of {' and '.join(ended)} ended with "
+                f"trainer.total_training_steps={self.config.trainer.total_training_steps}: raise it, set "
+                "optim.min_lr_ratio, or give step a learning_rate"
+            )
+
     def _rewarded(self, samples: Samples, rewards: Any) -> Experience:
         """The groups with their rewards. InputError if they do not fit the config."""
         values, shape = np.asarray(rewards, np.float32), samples.finished.shape
@@ -260,6 +277,11 @@ class Policy:
             raise InputError(f"rewards have the shape {values.shape}, but the samples {shape}: give one per response")
         if not np.isfinite(values).all():
             raise InputError("rewards hold a number that is not finite: correct the reward")
+        if samples.temperature != self.config.rollout.temperature:
+            raise InputError(
+                f"the samples were drawn at temperature={samples.temperature:g}, but step learns from those at "
+                f"rollout.temperature={self.config.rollout.temperature:g}: set that option, or give generate none"
+            )
         if shape[0] > most or shape[1] != n:
             raise InputError(
                 f"{shape[0]} groups of {shape[1]} responses do not fit data.train_batch_size={most} and rollout.n={n}: "
@@ -284,5 +306,8 @@ def _check_algorithm(config: Config) -> None:
     problems += ["algorithm.use_kl_in_reward=True"] * algorithm.use_kl_in_reward
     problems += ["trainer.rollout_ahead=1"] * bool(config.trainer.rollout_ahead)
     problems += [f"rollout.segment_length={config.rollout.segment_length}"] * bool(config.rollout.segment_length)
+    if config.trainer.total_training_steps < 0:  # the caller's data have no epochs
+        cosine = [name for name in trained(config) if getattr(config, name).optim.lr_scheduler_type == "cosine"]
+        problems += [f"{name}.optim.lr_scheduler_type=cosine over total_training_steps=-1" for name in cosine]
     if problems:
         raise InputError(f"a Policy has no {', '.join(problems)}: `train` has, or choose another value")
