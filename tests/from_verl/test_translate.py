@@ -182,6 +182,30 @@ def test_clip_ratio_is_read_as_verl_reads_it():
     assert (with_nulls.clip_ratio_low, with_nulls.clip_ratio_high) == (0.3, 0.3)
 
 
+@pytest.mark.parametrize(("loss", "low"), [("cispo", 1.0), ("vanilla", 1.0), ("dppo_kl", 10), ("geo_mean", 10)])
+def test_a_lower_clip_ratio_that_never_clips_is_accepted(loss, low):
+    actor = "actor_rollout_ref.actor"
+    result = translate({f"{actor}.policy_loss.loss_mode": loss, f"{actor}.clip_ratio_low": "10"})
+    assert result.values["actor.clip_ratio_low"] == low
+    assert any("clip_ratio_low=10 must be in (0, 1]" in line for line in result.problems) == (low == 10)
+
+
+def test_a_script_of_easyr1_is_translated():
+    script = Script(
+        "python3 -m verl.trainer.main config=examples/config.yaml data.rollout_batch_size=512 worker.rollout.n=8 "
+        "worker.actor.clip_ratio_low=0.1 worker.actor.model.model_path=m data.train_files=a.parquet "
+        "algorithm.adv_estimator=grpo algorithm.online_filtering=True trainer.max_steps=9",
+        environment={},
+    )
+    result = translate(overrides(script))
+    assert [line.partition(":")[0] for line in script.skipped] == ["config=examples/config.yaml"]
+    assert result.problems == [] == result.lost
+    config = read(result.values)
+    assert (config.data.train_batch_size, config.rollout.n, config.actor.clip_ratio_low) == (512, 8, 0.1)
+    assert config.algorithm.filter_groups.rule == "mean_range" and config.algorithm.filter_groups.enable
+    assert config.trainer.total_training_steps == 9 and config.model.path == "m"
+
+
 def test_the_order_of_the_options_changes_nothing():
     loss, validation = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.val_kwargs"
     options = {

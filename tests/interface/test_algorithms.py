@@ -62,6 +62,28 @@ def test_masks_may_be_floats_and_losses_are_jitted(loss):
     assert np.isfinite(expected) and np.abs(gradient[mask]).max() > 0 and not np.abs(gradient[~mask]).max()
 
 
+@pytest.mark.parametrize("bad", [-np.inf, np.nan])
+def test_values_on_padding_do_not_count(bad):
+    old, new = RNG.normal(-1, 0.5, (2, 3, 5)).astype(np.float32)
+    mask, advantages = np.arange(5) < np.array([[5], [3], [1]]), RNG.normal(size=(3, 5)).astype(np.float32)
+
+    def found(*arrays):
+        return jax.value_and_grad(lambda new, *rest: dx.policy_loss(new, *rest, mask)[0])(*arrays)
+
+    spoilt = found(*(np.where(mask, array, bad) for array in (new, old, advantages)))
+    jax.tree.map(np.testing.assert_array_equal, spoilt, found(new, old, advantages))
+
+
+def test_groups_may_have_any_numbers():
+    old, new = RNG.normal(-1, 0.5, (2, 4, 5)).astype(np.float32)
+    rest = new, old, np.array([1.0, -2.0, 0.5, 1.0]), np.arange(5) < np.array([[5], [3], [1], [2]])
+    losses = [
+        dx.policy_loss(*rest, aggregation="group-token-mean", group_ids=ids)[0]
+        for ids in ([0, 0, 1, 1], [70, 70, 9, 9])
+    ]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+
+
 def test_the_losses_have_the_defaults_of_the_config():
     options = loss_options(ActorConfig())
     for name, loss in LOSSES.items():
@@ -80,6 +102,13 @@ def test_the_losses_have_the_defaults_of_the_config():
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gdpo"), "must be one of grpo"),
         (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, loss="kl_cov"), "must be one of vanilla"),
         (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, clip_low=0.1), "its options are clip_ratio_low"),
+        (
+            lambda: dx.policy_loss(*[np.zeros((3, 2))] * 2, np.zeros((3, 1)), np.ones((3, 2))),
+            "advantages has the shape",
+        ),
+        (lambda: dx.policy_loss(np.zeros((3, 2)), np.zeros(2), np.zeros(3), np.ones((3, 2))), "old_logprobs has the"),
+        (lambda: dx.policy_loss(*[np.zeros((1, 2))] * 4, aggregation="group-token-mean"), "needs group_ids"),
+        (lambda: dx.group_advantages([[1.0, np.nan]]), "not finite"),
     ],
 )
 def test_wrong_input_is_refused_with_what_to_give(call, message):

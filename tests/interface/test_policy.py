@@ -12,6 +12,7 @@ CHANGES = {
     "actor.optim.lr": 1e-2,
     "actor.ppo_micro_batch_size_per_device": 4,
 }
+COSINE = {"actor.optim.lr_scheduler_type": "cosine"}
 SUMS = ["1 + 2 =", "3 + 4 ="]
 
 
@@ -87,6 +88,7 @@ def test_what_does_not_fit_is_refused(policy):
         (samples, np.full((2, 4), np.nan), "not finite"),
         (policy.generate(SUMS, n=2), np.zeros((2, 2)), "do not fit data.train_batch_size=4 and rollout.n=4"),
         (samples.select([0, 1, 0, 1, 0]), np.zeros((5, 4)), "do not fit data.train_batch_size=4"),
+        (policy.generate(SUMS, temperature=0.5).select([1]), np.zeros((1, 4)), "drawn at temperature=0.5, but .*=1:"),
     ):
         with pytest.raises(dx.InputError, match=message):
             policy.step(given, rewards)
@@ -104,9 +106,22 @@ def test_what_does_not_fit_is_refused(policy):
     for changes, message in (
         ({"algorithm.adv_estimator": "remax"}, "a Policy has no algorithm.adv_estimator=remax"),
         ({"actor.ppo_mini_batch_size": 3}, "multiple of"),
+        (
+            {**COSINE, "trainer.total_training_steps": -1, "trainer.total_epochs": 2},
+            "a Policy has no actor.optim.lr_scheduler_type=cosine over total_training_steps=-1",
+        ),
     ):
         with pytest.raises(dx.InputError, match=message):
             dx.Policy(dx.load_config("tiny", CHANGES | changes))
+
+
+def test_a_schedule_that_has_ended_is_refused():
+    with dx.Policy(dx.load_config("tiny", CHANGES | COSINE | {"trainer.total_training_steps": 2})) as policy:
+        samples, rewards = policy.generate(SUMS), np.arange(8).reshape(2, 4) % 2
+        assert [policy.step(samples, rewards)["actor/lr"] > 0 for _ in range(2)] == [True, True]
+        with pytest.raises(dx.InputError, match="step 3 has a learning rate of 0, .*total_training_steps=2: raise it"):
+            policy.step(samples, rewards)
+        assert policy.steps == 2 and policy.step(samples, rewards, learning_rate=1e-3)["actor/lr"] == 1e-3
 
 
 def test_configs_come_from_recipes_files_and_changes(tmp_path):

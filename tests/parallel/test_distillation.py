@@ -87,6 +87,14 @@ def test_the_candidates_are_the_most_likely_tokens_and_the_sampled_one_has_its_l
     np.testing.assert_allclose(batch.teacher_logprobs[same], sampled[same], atol=1e-5)
 
 
+@pytest.mark.slow
+def test_the_mass_is_that_of_the_policy_on_its_candidates(gradient, whole):
+    found = gradient[1]["distillation/student_mass"]
+    with policy_on(**TOP_K) as (mesh, actor, state):
+        own = in_pieces(actor.statistics, state.params, whole[0], rows(32), mesh, unpaced).of_candidates
+    assert found == pytest.approx(np.exp(own).sum(axis=-1)[whole[0].loss_mask].mean(), rel=1e-5) and 0 < found < 1
+
+
 def test_a_vocabulary_in_parts_is_picked_and_sorted_as_a_whole():
     logits = np.random.default_rng(0).normal(size=(4, 6, 64)).astype(np.float32).round(1)  # with ties
     tokens = np.arange(4 * 6 * 3).reshape(4, 6, 3) % 70
