@@ -185,21 +185,14 @@ def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
 
 def test_gdpo_normalises_every_reward_of_the_config():
     parts = {"reward.functions": '{"right": "arithmetic", "form": {"function": "format", "weight": 0.5}}'}
-    further = {
-        "reward.overlong_buffer.enable": True,
-        "reward.overlong_buffer.penalty_factor": 0.3,
-        "reward.length.form": "group",
-        "reward.length.weight": -0.2,
-        "reward.model.path": "models/scorer",
-        "reward.model.weight": 2.0,
-        "reward.model.function_weight": 3.0,
-    }
-
-    def weights(**changes):
-        found = settings.algorithm_settings(small_config("unused", **{"algorithm.adv_estimator": "gdpo", **changes}))
-        return dict(zip(found.gdpo_reward_keys, found.gdpo_reward_weights, strict=True))
-
-    assert weights(**parts) == {"right": 1.0, "form": 0.5}
-    expected = {"right": 3.0, "form": 1.5, "reward_model": 2.0, "overlong_reward": 0.3, "length_reward": 0.2}
-    assert weights(**parts, **further) == expected
-    assert weights(**further, **{"algorithm.gdpo_reward_keys": ("seq_reward",)}) == {"seq_reward": 1.0}
+    further = {"overlong_buffer.enable": True, "overlong_buffer.penalty_factor": 0.3, "length.form": "group"}
+    further |= {"length.weight": -0.2, "model.path": "models/scorer", "model.weight": 2.0, "model.function_weight": 3.0}
+    for more, expected in (
+        ({}, {"right": 1.0, "form": 0.5}),
+        (further, {"right": 3.0, "form": 1.5, "reward_model": 2.0, "overlong_reward": 0.3, "length_reward": 0.2}),
+    ):
+        more = {f"reward.{name}": value for name, value in more.items()}
+        found = settings.algorithm_settings(
+            small_config("unused", **parts, **more, **{"algorithm.adv_estimator": "gdpo"})
+        )
+        assert dict(zip(found.gdpo_reward_keys, found.gdpo_reward_weights, strict=True)) == expected

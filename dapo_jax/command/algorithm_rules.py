@@ -27,15 +27,20 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
     if actor.use_kl_loss and not actor.kl_loss_coef > 0:
         yield f"actor.kl_loss_coef={actor.kl_loss_coef} must be greater than 0 with use_kl_loss=True"
     yield from _distillation_problems(config)
-    yield from _averaged_problems(config)
+    top_entropy, distillation = algorithm.top_entropy_quantile, algorithm.distillation
+    averaged = [f"algorithm.top_entropy_quantile={top_entropy}"] * (top_entropy < 1)
+    averaged += ["algorithm.distillation.form=sampled"] * (distillation.path != "" and distillation.form == "sampled")
+    if actor.policy_loss.loss_mode == "geo_mean" and averaged:
+        yield (
+            "actor.policy_loss.loss_mode=geo_mean averages the advantages of a response, so "
+            f"{' and '.join(averaged)} cannot tell its tokens apart: choose another loss, such as gspo"
+        )
     if algorithm.adv_estimator == "gdpo":
         yield from _gdpo_problems(config)
     estimator = ESTIMATORS.get(algorithm.adv_estimator, ESTIMATORS["grpo"])
     if given_function(config) == "none" and needs(estimator, "accuracy"):
-        yield (
-            f"algorithm.adv_estimator={algorithm.adv_estimator} reads the verifier's acc, and reward.function is none: "
-            "give one, or choose grpo"
-        )
+        reads = f"algorithm.adv_estimator={algorithm.adv_estimator} reads the verifier's acc"
+        yield f"{reads}, and reward.function is none: give one, or choose grpo"
     if given_function(config) == "none" and groups.enable and groups.metric == "acc":
         yield (
             "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "
@@ -54,16 +59,11 @@ def _gdpo_problems(config: Config) -> Iterator[str]:
         )
     sums = {"seq_reward": {*further}, "score": {"reward_model"}}
     named = {*keys}.union(*(parts for name, parts in sums.items() if name in keys))
+    of_keys = f"algorithm.gdpo_reward_keys={keys}"
     if keys and (left_out := [name for name in further if name not in named]):
-        yield (
-            f"algorithm.gdpo_reward_keys={keys} leaves out {', '.join(left_out)}, which config.reward asks for: name "
-            "each of them too, or switch it off"
-        )
+        yield f"{of_keys} leaves out {', '.join(left_out)}, which the config asks for: name each too, or switch it off"
     if known is not None and (unknown := [key for key in keys if key not in known]):
-        yield (
-            f"algorithm.gdpo_reward_keys={keys} must be numbers that responses have, and {', '.join(unknown)} is not: "
-            f"choose among {', '.join(known)}"
-        )
+        yield f"{of_keys} has {', '.join(unknown)}, which no response has: choose among {', '.join(known)}"
     if config.algorithm.use_kl_in_reward:
         yield (
             "algorithm.use_kl_in_reward=True subtracts the KL divergence from the sum of the rewards, which "
@@ -73,20 +73,6 @@ def _gdpo_problems(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.gdpo_reward_weights={weights} must have a weight for each of gdpo_reward_keys={keys}: "
             "give as many, or none"
-        )
-
-
-def _averaged_problems(config: Config) -> Iterator[str]:
-    """What chooses tokens by their advantages, with the loss that averages them over each response."""
-    if config.actor.policy_loss.loss_mode != "geo_mean":
-        return
-    quantile, distillation = config.algorithm.top_entropy_quantile, config.algorithm.distillation
-    found = [f"algorithm.top_entropy_quantile={quantile}"] * (quantile < 1)
-    found += ["algorithm.distillation.form=sampled"] * bool(distillation.path and distillation.form == "sampled")
-    if found:
-        yield (
-            "actor.policy_loss.loss_mode=geo_mean averages the advantages of a response, so "
-            f"{' and '.join(found)} cannot tell its tokens apart: choose another loss, such as gspo"
         )
 
 

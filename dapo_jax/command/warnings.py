@@ -9,6 +9,10 @@ from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.problems import given_function
 from dapo_jax.rewards.weighted import functions_of, is_weighted
 
+HARDLY_EVER = {  # losses with bounds of another size: above which they are warned of, and what to set
+    "gspo": (0.01, "clips, as a sequence's mean ratio stays near 1: set the paper's 3e-4 and 4e-4 (arXiv:2507.18071)"),
+    "dppo_kl": (0.1, "stops a token, as they are nats of divergence: set both to about 0.05"),
+}
 NO_POLICY_STEP = "trainer.critic_warmup leaves no step that updates the policy"
 
 
@@ -54,7 +58,7 @@ def _of_algorithm(config: Config) -> Iterator[str]:
 
 def _of_loss(config: Config) -> Iterator[str]:
     """Bounds and estimates with which a loss does not do what its paper says."""
-    actor, algorithm = config.actor, config.algorithm
+    actor, algorithm, estimator = config.actor, config.algorithm, config.algorithm.adv_estimator
     low, high, mode = actor.clip_ratio_low, actor.clip_ratio_high, actor.policy_loss.loss_mode
     of_mode = f"actor.policy_loss.loss_mode={mode}"
     if mode == "cispo" and low < 1:
@@ -62,21 +66,11 @@ def _of_loss(config: Config) -> Iterator[str]:
             f"{of_mode} with actor.clip_ratio_low={low} raises weights below {1 - low:.3g} to it; the paper has no "
             "lower bound (arXiv:2506.13585): set actor.clip_ratio_low=1"
         )
-    if mode == "gspo" and max(low, high) > 0.01:
-        yield (
-            f"{of_mode} with actor.clip_ratio_low={low}, clip_ratio_high={high} hardly ever clips, as a sequence's "
-            "mean ratio stays near 1: set the paper's 3e-4 and 4e-4 (arXiv:2507.18071)"
-        )
-    if mode == "dppo_kl" and max(low, high) > 0.1:
-        yield (
-            f"{of_mode} with actor.clip_ratio_low={low}, clip_ratio_high={high} hardly ever stops a token, as they are "
-            "nats of divergence: set both to about 0.05"
-        )
-    estimator = algorithm.adv_estimator
-    by_token = estimator in ("gae", "optimal_token_baseline")
-    by_token |= estimator == "cpo" and "seq" not in algorithm.cpo.wrap_method
-    by_token |= estimator in ("reinforce_plus_plus", "remax") and algorithm.use_kl_in_reward
-    if mode == "geo_mean" and (by_token or (estimator == "reinforce_plus_plus" and algorithm.gamma < 1)):
+    if mode in HARDLY_EVER and max(low, high) > HARDLY_EVER[mode][0]:
+        yield f"{of_mode} with actor.clip_ratio_low={low}, clip_ratio_high={high} hardly ever {HARDLY_EVER[mode][1]}"
+    by_token = algorithm.use_kl_in_reward or algorithm.gamma < 1 if estimator == "reinforce_plus_plus" else False
+    by_token |= estimator in ("gae", "optimal_token_baseline", "cpo") and "seq" not in algorithm.cpo.wrap_method
+    if mode == "geo_mean" and by_token:
         yield (
             f"{of_mode} averages the advantages of a response, so adv_estimator={estimator} cannot tell its tokens "
             "apart: set actor.policy_loss.loss_mode=gspo, or adv_estimator=grpo"

@@ -33,7 +33,6 @@ ASSUMED = {  # verl's defaults that conversions read
     f"{CLIP_RATIO}_low": 0.2,
     f"{CLIP_RATIO}_high": 0.2,
 }
-FILTERS = ("algorithm.online_filtering", "algorithm.use_dynamic_sample")
 BASE = freeze(defaults.get_config())
 
 
@@ -137,7 +136,7 @@ def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) 
         result.dropped.append(f"{text}: the advantage estimator needs no critic")
     elif entry is None and same in DEFAULTS:
         result.values |= as_type_of(same, value)
-        if same in FILTERS:  # the filter is off in defaults.py
+        if same.endswith(("online_filtering", "use_dynamic_sample")):  # the filter is off in defaults.py
             result.values["algorithm.filter_groups.enable"] = value
     elif entry is None:
         result.lost.append(f"{text}: not an option of verl 0.7 or 0.9")

@@ -99,23 +99,21 @@ def policy_loss(
         raise InputError(f"loss={loss!r} has no {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
     given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "group_ids": group_ids}
     arrays = {name: jnp.asarray(values) for name, values in given.items() if values is not None}
-    for name, array in arrays.items():
-        allowed = {"group_ids": [mask.shape[:1]], "advantages": [mask.shape, mask.shape[:1]]}.get(name, [mask.shape])
-        if mask.ndim != 2 or array.shape not in allowed:
-            raise InputError(
-                f"{name} has the shape {array.shape}, and mask {mask.shape}, which must be [B, R]: give "
-                f"{' or '.join(map(str, allowed))}"
-            )
+    shapes = {"advantages": (mask.shape, mask.shape[:1]), "group_ids": (mask.shape[:1],)}
+    if wrong := [name for name, array in arrays.items() if array.shape not in shapes.get(name, (mask.shape,))]:
+        found = ", ".join(f"{name} {arrays[name].shape}" for name in wrong)
+        raise InputError(
+            f"{found} must have the shape of mask, {mask.shape}, or a number for each of its rows: correct it"
+        )
     if aggregation == "group-token-mean" and group_ids is None:
         raise InputError("aggregation='group-token-mean' needs group_ids, the prompt of each row: give them")
     if arrays["advantages"].ndim == 1:
         arrays["advantages"] = jnp.broadcast_to(arrays["advantages"][:, None], mask.shape)
-    # 0 on padding before the loss: a gradient of 0 times one that is not finite would not be finite
+    # 0 on padding before the loss: 0 times a gradient that is not finite is not finite
     tokens = [jnp.where(mask, arrays[name], 0) for name in ("logprobs", "old_logprobs", "advantages")]
     weights = {"importance_weights": jnp.ones_like(tokens[0])} if needs(function, "importance_weights") else {}
     token_loss, metrics = function(*tokens, mask, **options, **weights)
-    rows = len(mask)
-    _, ids = jnp.unique(arrays.get("group_ids", jnp.arange(rows)), return_inverse=True, size=rows)
+    _, ids = jnp.unique(arrays.get("group_ids", jnp.arange(len(mask))), return_inverse=True, size=len(mask))
     shares = token_weights(mask, ids, aggregation, scale_factor=float(mask.shape[-1]))
     means = {name: metric.total / jnp.maximum(metric.count, 1) for name, metric in metrics.items()}
     return weighted_sum(token_loss, shares, mask), means

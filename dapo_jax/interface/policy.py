@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,6 @@ from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
 from dapo_jax.learner.choices import trained
 from dapo_jax.learner.learner import update
-from dapo_jax.learner.update import UpdateSettings
 from dapo_jax.meshes import check_memory, make_meshes
 from dapo_jax.other_runs import find_trained
 from dapo_jax.parallel.compilation import keep_compiled
@@ -197,10 +196,16 @@ class Policy:
         groups = self._rewarded(samples, rewards)
         recompute = self.config.actor.old_logprob == "recompute"
         settings = updates_of_step(self.config, self.arch, self._learner.mesh, self.steps + 1)
-        if learning_rate is None:
-            self._check_rate(settings)
-        else:
+        if learning_rate is not None:
             settings = {name: dataclasses.replace(one, learning_rate=learning_rate) for name, one in settings.items()}
+        elif ended := [
+            name for name, one in settings.items() if one.learning_rate == 0 < vars(self.config)[name].optim.lr
+        ]:
+            raise InputError(
+                f"step {self.steps + 1} has a learning rate of 0, as the schedule of {' and '.join(ended)} ended with "
+                f"trainer.total_training_steps={self.config.trainer.total_training_steps}: raise it, set "
+                "optim.min_lr_ratio, or give step a learning_rate"
+            )
         with jax.set_mesh(self._learner.mesh):
             batch, metrics = make_batch(self._learner, groups, self._models, recompute=recompute, kl_coef=0.0)
             self._models, finish = update(self._learner, self._models, batch, settings)
@@ -257,18 +262,6 @@ class Policy:
             )
         return tokens
 
-    def _check_rate(self, settings: Mapping[str, UpdateSettings]) -> None:
-        """Raises InputError if a schedule has ended, so that the step would change nothing."""
-        ended = [
-            name for name, one in settings.items() if not one.learning_rate and getattr(self.config, name).optim.lr
-        ]
-        if ended:
-            raise InputError(
-                f"step {self.steps + 1} has a learning rate of 0, as the schedule of {' and '.join(ended)} ended with "
-                f"trainer.total_training_steps={self.config.trainer.total_training_steps}: raise it, set "
-                "optim.min_lr_ratio, or give step a learning_rate"
-            )
-
     def _rewarded(self, samples: Samples, rewards: Any) -> Experience:
         """The groups with their rewards. InputError if they do not fit the config."""
         values, shape = np.asarray(rewards, np.float32), samples.finished.shape
@@ -306,8 +299,8 @@ def _check_algorithm(config: Config) -> None:
     problems += ["algorithm.use_kl_in_reward=True"] * algorithm.use_kl_in_reward
     problems += ["trainer.rollout_ahead=1"] * bool(config.trainer.rollout_ahead)
     problems += [f"rollout.segment_length={config.rollout.segment_length}"] * bool(config.rollout.segment_length)
+    cosine = [name for name in trained(config) if getattr(config, name).optim.lr_scheduler_type == "cosine"]
     if config.trainer.total_training_steps < 0:  # the caller's data have no epochs
-        cosine = [name for name in trained(config) if getattr(config, name).optim.lr_scheduler_type == "cosine"]
         problems += [f"{name}.optim.lr_scheduler_type=cosine over total_training_steps=-1" for name in cosine]
     if problems:
         raise InputError(f"a Policy has no {', '.join(problems)}: `train` has, or choose another value")

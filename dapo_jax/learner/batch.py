@@ -26,7 +26,7 @@ from dapo_jax.learner.learner import Learner
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import choosing_experts
 from dapo_jax.learner.rows import padded_prompts, rows_like, rows_of
-from dapo_jax.learner.teacher import Teacher, judged, readable
+from dapo_jax.learner.teacher import Teacher, judged
 from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trained_tokens import keep_some, only_high_entropy, selection_noise
 from dapo_jax.learner.update import compute_statistics, compute_values, in_pieces
@@ -166,15 +166,10 @@ def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -
             candidates = in_pieces(learner.actor.most_likely, params, batch, pieces, learner.mesh, learner.pace)
             batch = dataclasses.replace(batch, candidates=candidates)
         pieces = teacher.micro_batches
-        read = readable(batch, teacher.vocab_size)
+        size = teacher.vocab_size  # tokens beyond it read as its last, on every mesh
+        read = dataclasses.replace(batch, responses=np.minimum(batch.responses, size - 1))
         found = in_pieces(teacher.statistics, teacher.params, read, pieces, learner.mesh, learner.pace)
-        return judged(
-            batch,
-            found,
-            vocab_size=teacher.vocab_size,
-            weight=options.weight,
-            use_task_rewards=options.use_task_rewards,
-        )
+        return judged(batch, found, size, weight=options.weight, use_task_rewards=options.use_task_rewards)
 
 
 def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Experience:

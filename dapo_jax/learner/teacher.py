@@ -24,13 +24,8 @@ class Teacher:
     micro_batches: MicroBatches
 
 
-def readable(batch: Batch, vocab_size: int) -> Batch:
-    """`batch` for a teacher with so many embeddings: tokens beyond them read as its last, on every mesh."""
-    return dataclasses.replace(batch, responses=np.minimum(batch.responses, vocab_size - 1))
-
-
 def judged(
-    batch: Batch, found: TokenStatistics, *, vocab_size: int, weight: float, use_task_rewards: bool
+    batch: Batch, found: TokenStatistics, vocab_size: int, *, weight: float, use_task_rewards: bool
 ) -> tuple[Batch, dict[str, float]]:
     """`batch` with what the teacher says of its tokens, and metrics.
 

@@ -177,8 +177,7 @@ actor/overlong_filtered  share  responses left out of the loss because they were
 distillation/reverse_kl  nats  mean over trained tokens of log p - log q, of the policy and the teacher: an estimate of
     the divergence
 [own | algorithm.distillation.form=top_k]
-distillation/student_mass  share  probability that the policy gives to the top_k tokens it is compared on, mean over
-    trained tokens
+distillation/student_mass  share  mean over trained tokens of the policy's probability of its top_k tokens
 
 # Mixtures of experts in the update.
 

@@ -150,8 +150,8 @@ class StepBatch:
         corrected = config.actor.old_logprob == "recompute" and config.algorithm.rollout_correction.rollout_is != "none"
         names = ["loss_weights"]
         names += ["ref_logprobs"] * config.actor.use_kl_loss + ["importance_weights"] * corrected
-        masked = config.actor.off_policy_mask_threshold is not None
-        names += ["sampled_logprobs"] * (masked and config.actor.old_logprob == "recompute")
+        masked = config.actor.off_policy_mask_threshold is not None and config.actor.old_logprob == "recompute"
+        names += ["sampled_logprobs"] * masked
         names += ["noise"] * self.draws + ["values", "returns"] * uses_critic(config)
         added = {extra: _zeros(batch.mask.shape, np.float32) for extra in names}
         if self.draws and name == "actor":

@@ -1,5 +1,6 @@
 """The equations on plain arrays."""
 
+import functools
 import inspect
 
 import jax
@@ -72,16 +73,8 @@ def test_values_on_padding_do_not_count(bad):
 
     spoilt = found(*(np.where(mask, array, bad) for array in (new, old, advantages)))
     jax.tree.map(np.testing.assert_array_equal, spoilt, found(new, old, advantages))
-
-
-def test_groups_may_have_any_numbers():
-    old, new = RNG.normal(-1, 0.5, (2, 4, 5)).astype(np.float32)
-    rest = new, old, np.array([1.0, -2.0, 0.5, 1.0]), np.arange(5) < np.array([[5], [3], [1], [2]])
-    losses = [
-        dx.policy_loss(*rest, aggregation="group-token-mean", group_ids=ids)[0]
-        for ids in ([0, 0, 1, 1], [70, 70, 9, 9])
-    ]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+    grouped = functools.partial(dx.policy_loss, new, old, advantages, mask, aggregation="group-token-mean")
+    assert grouped(group_ids=[0, 0, 1])[0] == grouped(group_ids=[70, 70, 9])[0]  # any numbers
 
 
 def test_the_losses_have_the_defaults_of_the_config():
@@ -104,9 +97,9 @@ def test_the_losses_have_the_defaults_of_the_config():
         (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, clip_low=0.1), "its options are clip_ratio_low"),
         (
             lambda: dx.policy_loss(*[np.zeros((3, 2))] * 2, np.zeros((3, 1)), np.ones((3, 2))),
-            "advantages has the shape",
+            "advantages .3, 1. must have the shape of",
         ),
-        (lambda: dx.policy_loss(np.zeros((3, 2)), np.zeros(2), np.zeros(3), np.ones((3, 2))), "old_logprobs has the"),
+        (lambda: dx.policy_loss(np.zeros((3, 2)), np.zeros(2), np.zeros(3), np.ones((3, 2))), "old_logprobs .2,. must"),
         (lambda: dx.policy_loss(*[np.zeros((1, 2))] * 4, aggregation="group-token-mean"), "needs group_ids"),
         (lambda: dx.group_advantages([[1.0, np.nan]]), "not finite"),
     ],

@@ -52,19 +52,15 @@ def test_a_mini_batch_without_a_token_to_train_on_has_no_step():
     assert state.steps == pytest.approx([1.0, 1.0]) and len(steps) == 2  # the second half, in each of two epochs
 
 
-@pytest.mark.parametrize(("given", "sizes"), [(4, [2, 2]), (3, [2, 1]), (2, [2]), (1, [1])])
+@pytest.mark.parametrize(("given", "sizes"), [(6, [3, 3]), (5, [3, 2]), (4, [2, 2]), (3, [3]), (1, [1])])
 def test_a_partial_step_is_split_evenly_into_mini_batches_of_the_same_shape(given, sizes):
-    batch = BATCH.replace(mask=BATCH.mask & (np.arange(8) < 2 * given)[:, None])
-    found = list(mini_batches(batch, 4))
-    assert [one.mask.any(axis=1).sum() // 2 for one in found] == sizes
-    assert {one.mask.shape for one in found} == {(4, 64)} and {len(one.prompts) for one in found} == {2}
-    real = np.concatenate([one.group_ids[one.mask.any(axis=1)] for one in found])
-    assert real.tolist() == np.repeat(np.arange(given), 2).tolist()
-
-
-def test_five_groups_of_mini_batches_of_four_are_three_and_two():
-    batch = plain_batch(np.ones((8, 2), bool), (np.arange(8) < 5)[:, None] & np.ones((8, 3), bool))
-    assert [one.mask.any(axis=1).sum() for one in mini_batches(batch, 4)] == [3, 2]
+    batch = plain_batch(np.ones((6, 8), bool), np.ones((12, 64), bool) & (np.arange(12) < 2 * given)[:, None])
+    found = list(mini_batches(batch, 6))
+    real = [one.group_ids[one.mask.any(axis=1)] for one in found]
+    assert [len(ids) // 2 for ids in real] == sizes and np.concatenate(real).tolist() == np.repeat(
+        np.arange(given), 2
+    ).tolist()
+    assert {one.mask.shape for one in found} == {(6, 64)} and {len(one.prompts) for one in found} == {3}
 
 
 def test_the_off_policy_mask_compares_with_the_sampler_and_no_token_is_drawn_that_it_leaves_out():
