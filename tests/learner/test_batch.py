@@ -298,6 +298,7 @@ def test_rollout_correction_weighs_and_rejects(accepted):
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / batch.mask.sum())
 
 
+@pytest.mark.slow
 def test_what_an_environment_wrote_rejects_no_response(accepted):
     """It has no log-probability, so it says nothing of the sampler; nor does it carry the reward."""
     experience = accepted[1]
@@ -312,6 +313,7 @@ def test_what_an_environment_wrote_rejects_no_response(accepted):
     np.testing.assert_array_equal(batch.advantages, np.where(batch.by_policy, plain.advantages, 0))
 
 
+@pytest.mark.slow
 def test_what_was_sampled_is_kept_for_the_off_policy_mask(accepted):
     shifted, masked = less_likely(accepted[1]), {"actor.off_policy_mask_threshold": 0.1}
     batch, _ = batch_with(accepted, shifted, fallen_back=True, **masked)
