@@ -87,10 +87,14 @@ class Problems:
     order: PromptOrder  # of the rows of train_set
     function: str  # the reward function for train_set
 
+    def by_prompts(self) -> list[tuple[PromptSet, str]]:
+        """Each set with the name of its reward function; the training set first."""
+        measured = [(task.prompts, task.options.reward_function) for task in self.task_sets]
+        return [(self.train_set, self.function), *measured]
+
     def by_function(self) -> list[tuple[Sequence[PromptRow], str]]:
         """The rows of each set with the name of its reward function; the training set first."""
-        measured = [(task.prompts.rows, task.options.reward_function) for task in self.task_sets]
-        return [(self.train_set.rows, self.function), *measured]
+        return [(prompts.rows, function) for prompts, function in self.by_prompts()]
 
     def checksums(self) -> dict[str, str]:
         """Checksums, by description, of the data that all processes must have read alike."""

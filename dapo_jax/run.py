@@ -48,9 +48,11 @@ from dapo_jax.parallel.stopping import Pace, unpaced
 from dapo_jax.problems import Problems, read_problems
 from dapo_jax.rewards.opening import open_verifiers
 from dapo_jax.rewards.pipeline import RewardPipeline
+from dapo_jax.rewards.response_format import check_prompt
 from dapo_jax.rewards.scoring import load_scorer
 from dapo_jax.rewards.trial import check_rewards
 from dapo_jax.rewards.verifiers import NO_OWN
+from dapo_jax.rewards.weighted import functions_of
 from dapo_jax.rollout.engines import build_engine
 from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.settings import (
@@ -177,6 +179,10 @@ def open_rewards(
     functions = [function for _, function in problems.by_function()]
     with open_verifiers(functions, reward, own, judge_folder(config)) as (verifiers, judge):
         check_rewards(problems.by_function(), verifiers, groups.metric if groups.enable else None)
+        for prompts, function in problems.by_prompts():
+            if "format" in functions_of(function) and len(prompts):
+                text = tokenizer.decode(prompts.tokens[0], skip_special_tokens=False)
+                check_prompt(text, reward.format.pattern)
         yield RewardPipeline(
             tokenizer=tokenizer,
             verifiers=verifiers,

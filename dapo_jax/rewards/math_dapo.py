@@ -7,8 +7,9 @@ and everything that verl accepts.
 """
 
 import re
-from decimal import Decimal
 from typing import Any
+
+from dapo_jax.rewards.numerals import NUMBER, spelled
 
 _WINDOW = 300  # only the last characters of a solution are searched for the answer
 _BOX_WINDOW = 100  # and for a box, if there is no `Answer:` line
@@ -46,8 +47,6 @@ _REWRITES = (
 )
 
 _LENIENT_ANSWER = re.compile(r"answer[\s*_]*:(?:[\s*_$]|\\\[|\\\()*([^\n]+)", re.IGNORECASE)
-_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)")
-_GROUPED = re.compile(r"[+-]?(?:[0-9]*|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]*)?")
 
 
 def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
@@ -64,8 +63,8 @@ def score_lenient(data_source: str, solution: str, ground_truth: str, extra_info
     r"""Like `score`, but also right if the answer is the same number (or text) in another spelling.
 
     The answer is the content of the last box in the last `Answer:` line, else that line, else the last box;
-    all in the last 300 characters. Markdown, `\( \)`, `$`, units that verl drops, a full stop, a plus sign,
-    leading zeros and trailing zero decimals do not matter. Separate groups of digits are never joined.
+    all in the last 300 characters. Markdown, `\( \)`, `$`, units that verl drops and a full stop do not matter;
+    numbers are compared by value (numerals.py).
     """
     strict = score(data_source, solution, ground_truth, extra_info)
     window = solution[-_WINDOW:]
@@ -75,7 +74,7 @@ def score_lenient(data_source: str, solution: str, ground_truth: str, extra_info
         answer = lines[-1]
     if strict["acc"] or answer is None:
         return strict
-    answer = re.sub(r"\\?\$|\\[()\[\]]", " ", answer).strip(" \t\r*_`")
+    answer = re.sub(r"\\?\$|\\[()\[\]]", "  ", answer).strip(" \t\r*_`")
     number, expected = _number(answer), _number(ground_truth)
     if number is None and expected is None:
         correct = _without_full_stop(_clean(answer).strip()) == _clean(ground_truth).strip()
@@ -83,7 +82,7 @@ def score_lenient(data_source: str, solution: str, ground_truth: str, extra_info
         correct = number == expected
     if correct:
         return _result(True, normalize(ground_truth))
-    return _result(False, _without_full_stop(answer) if number is None else f"{number.normalize():f}")
+    return _result(False, _without_full_stop(answer) if number is None else number)
 
 
 def normalize(answer: str) -> str:
@@ -117,17 +116,14 @@ def _clean(answer: str) -> str:
     return answer.replace("$", "")
 
 
-def _number(text: str) -> Decimal | None:
+def _number(text: str) -> str | None:
     """The number in `text`, ignoring units and markup; None if there is anything else, or more than one number."""
-    text = re.split(r"(?<![<>!])=", text)[-1].replace("\N{MINUS SIGN}", "-")
-    text = text.replace("{,}", ",").replace(r",\!", ",").replace("dots", "\N{HORIZONTAL ELLIPSIS}")
-    numbers = _NUMBER.findall(text)
-    if len(numbers) != 1 or not _GROUPED.fullmatch(numbers[0]):
+    text = re.split(r"(?<![<>!])=", text)[-1].replace("dots", "\N{HORIZONTAL ELLIPSIS}")
+    numbers = list(NUMBER.finditer(text))
+    around = NUMBER.sub("@", text)
+    if len(numbers) != 1 or "=" in around or _without_full_stop(_clean(around).strip()) != "@":
         return None
-    around = _NUMBER.sub("@", text)
-    if "=" in around or _without_full_stop(_clean(around).strip()) != "@":
-        return None
-    return Decimal(numbers[0].replace(",", ""))
+    return spelled(numbers[0])
 
 
 def _without_full_stop(text: str) -> str:

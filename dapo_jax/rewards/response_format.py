@@ -35,4 +35,20 @@ def compiled_pattern(pattern: str) -> re.Pattern[str]:
         raise InputError(f"{rule} ({error}): correct it") from error
 
 
+def check_prompt(prompt: str, pattern: str) -> None:
+    """Raises InputError if a prompt ends with the tag that the pattern wants at the beginning of a response.
+
+    Args:
+        prompt: its text, as the chat template writes it.
+        pattern: of reward.format; empty = R1_FORMAT.
+    """
+    tag = re.search(r"<\w+>\Z", prompt.rstrip())
+    wanted = re.sub(r"\A(?:\^|\\A|\\s\*|\s)+", "", pattern or R1_FORMAT)
+    if tag is not None and wanted.startswith(tag[0]):
+        raise InputError(
+            f"reward.format.pattern={pattern!r} must match a response, and none begins with {tag[0]}, because the chat "
+            f"template ends each prompt with it: set reward.format.pattern to the rest, {wanted.removeprefix(tag[0])!r}"
+        )
+
+
 score = matching("")

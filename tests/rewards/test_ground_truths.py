@@ -28,9 +28,9 @@ def row(ground_truth, data_source="openai/gsm8k", number=1):
 @pytest.mark.parametrize(
     ("name", "accepted", "refused"),
     [
-        ("arithmetic", ["34", "-3", "0.5", "1,234", "145.0"], ["five", "1/2", "34 apples 5", "nan"]),
+        ("arithmetic", ["34", "-3", "0.5", "1,234", "145.0"], ["five", "1/2", "34 apples 5", "inf"]),
         ("gsm8k", ["34", "-3", "0.5", "1,234"], ["34 apples", "$34", "1/2", "five"]),
-        ("gsm8k_flexible", ["34", "-3", "0.5", "1,234"], ["34.", "1/2", "five", "+3"]),
+        ("gsm8k_flexible", ["34", "-3", "0.5", "1,234", "+3", "033"], ["34.", "1/2", "five"]),
         ("math_dapo", ["34", r"\frac{1}{2}", "$x$", r"\text{(A)}", "two\nlines", "5 dollars"], ["7\n" * 200]),
         ("math_dapo_lenient", ["34", r"\frac{1}{2}", "$x$", "+34"], ["7\n" * 200]),
         ("math_verify", ["34", r"\frac{1}{2}", "1,2", r"\{1,2\}", r"\text{(A)}"], ["", "}"]),
@@ -92,6 +92,21 @@ def test_a_built_in_verifier_refuses_ground_truths_that_are_not_text(truth):
             check_ground_truths([row(truth, number=number) for number in range(9)], name, InThisProcess(name))
     for name in ("none", "reasoning_gym", "package.module.function"):
         check_ground_truths([row(truth)], name, InThisProcess(name))
+
+
+@pytest.mark.parametrize("truth", ["None", "nan", " N/A"])
+def test_the_text_of_a_missing_value_is_no_ground_truth(truth):
+    for name in ("gsm8k", "math_verify", "math_dapo"):
+        with pytest.raises(ValueError, match="row 2: ground_truth=.* must be an answer, not the text of a missing"):
+            check_ground_truths([row("34"), row(truth, number=2)], name, InThisProcess(name))
+
+
+def test_leading_zeros_are_named_where_the_spelling_is_compared(caplog):
+    rows = [row("34"), row("033", number=2), row("07", number=3), row("0.5", number=4)]
+    for name in ("math_dapo_lenient", "gsm8k_flexible", "math_dapo"):
+        check_ground_truths(rows, name, InThisProcess(name))
+    [said] = [record.getMessage() for record in caplog.records if "begins with 0" in record.getMessage()]
+    assert said.startswith("a.jsonl row 2 and 1 more: ground_truth=033") and "choose math_dapo_lenient" in said
 
 
 def test_equal_ground_truths_are_asked_once_and_few_of_a_slow_verifier(monkeypatch):

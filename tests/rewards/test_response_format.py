@@ -1,7 +1,7 @@
 import pytest
 from ends_within import ends_within
 
-from dapo_jax.rewards.response_format import matching, score
+from dapo_jax.rewards.response_format import R1_FORMAT, check_prompt, matching, score
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
 THOUGHT = "<think>\n3 + 4 < 8\n</think>\n<answer>7</answer>"
@@ -30,6 +30,16 @@ def test_the_whole_response_must_match_a_pattern_of_your_own():
     one = matching(r".*\\boxed\{[^{}]*\}\.?")
     assert one("any", "It is\n\\boxed{7}.", "7", {}) == 1.0
     assert one("any", "\\boxed{7} I think", "7", {}) == 0.0
+
+
+@pytest.mark.parametrize("pattern", ["", r"^\s*<think>.*</think>.*"])
+def test_a_tag_that_the_template_opens_cannot_begin_a_response(pattern):
+    prompt = "<|im_start|>assistant\n<think>\n"
+    with pytest.raises(ValueError, match=r"reward.format.pattern=.* none begins with <think>.*: set reward"):
+        check_prompt(prompt, pattern)
+    check_prompt("<|im_start|>assistant\n", pattern)
+    check_prompt(prompt, R1_FORMAT.removeprefix("<think>"))
+    assert matching(R1_FORMAT.removeprefix("<think>"))("any", THOUGHT.removeprefix("<think>"), "7", {}) == 1.0
 
 
 def test_it_is_one_of_several_rewards_in_worker_processes_with_the_pattern_of_the_run():

@@ -1,6 +1,7 @@
 """Reference verdicts: a solution, its ground truth, whether it is right, and the answer that is read.
 
-data/verdicts.json has the rules of each verifier with their cases, data/math_dapo.json cases of the paper's code.
+data/verdicts.json has the rules of each verifier with their cases, data/math_dapo.json cases of the paper's code,
+data/readings.yaml spellings of answers.
 """
 
 import json
@@ -8,13 +9,16 @@ import logging
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dapo_jax.rewards import math_verifier
+from dapo_jax.rewards.numerals import last_number, whole_number
 from dapo_jax.rewards.verifiers import VERIFIERS, wrong_score
 
 DATA = Path(__file__).parent / "data"
 RULES = json.loads((DATA / "verdicts.json").read_text())
 CASES = json.loads((DATA / "math_dapo.json").read_text())
+READINGS = yaml.safe_load((DATA / "readings.yaml").read_text())
 
 
 def score(name, solution, ground_truth="34"):
@@ -28,6 +32,26 @@ def test_of_each_rule(name, rule):
         lowest = wrong_score(name, "any")
         expected = {"score": 1.0 if right else lowest, "acc": right, "pred": found["pred"] if pred is None else pred}
         assert found == expected and isinstance(found["pred"], str), (solution, ground_truth)
+
+
+def test_mathematics_is_right_in_any_spelling_and_what_resembles_it_is_wrong():
+    failed = []
+    for truth, right, wrong in READINGS["math_verify"]:
+        for expected, answer in [*((True, answer) for answer in right), *((False, answer) for answer in wrong)]:
+            whole = any(mark in answer for mark in ("box", "answer", "答案"))
+            if score("math_verify", answer if whole else rf"\boxed{{{answer}}}", truth)["acc"] != expected:
+                failed.append((truth, answer, expected))
+    assert failed == []
+
+
+def test_numbers_are_read_alike_by_all_verifiers_that_compare_them():
+    for text, number in READINGS["numbers"].items():
+        assert last_number(text) == whole_number(text) == number, text
+        for name in ("arithmetic", "gsm8k_flexible", "math_dapo_lenient"):
+            for solution, truth in ((text, number), (number, text)):
+                assert score(name, f"Answer: {solution}", truth)["acc"], (name, solution, truth)
+    for text, number in READINGS["last_numbers"].items():
+        assert last_number(text) == number and whole_number(text) is None, text
 
 
 def test_math_dapo_is_the_reference_and_the_lenient_form_accepts_all_that_it_accepts():
