@@ -161,6 +161,7 @@ def engine_settings(
         smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # on an accelerator, fewer rows are not faster
         lookahead=0 if on_cpu else 1,  # a CPU would decode and look ahead with the same cores
         seed=config.seed,
+        least_page=1 if on_cpu else 16,  # which kernels of accelerators need
         choices=arch.choices if config.model.router_replay else None,
     )
 

@@ -31,6 +31,7 @@ class EngineSettings:
     smallest_rows: int  # per device, to which a wave shrinks
     lookahead: int  # chunks dispatched before the result of one is read
     seed: int
+    least_page: int = 1  # tokens of a page of slots, at least
     choices: Choices | None = None  # how the experts of tokens are recorded; None = they are not
 
     @property

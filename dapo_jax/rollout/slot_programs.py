@@ -48,6 +48,8 @@ def layout_of_slots(
 ) -> SlotLayout:
     """The slots of a generation: as many as max_num_seqs, or the memory if responses end as before, allows.
 
+    A page and a chunk have no more tokens than the longest response, rounded up to a power of two.
+
     Args:
         dtype: of keys and values.
         prompt_lengths: [Q] tokens of its prompts, or of prompts like them.
@@ -58,14 +60,14 @@ def layout_of_slots(
     Raises:
         InputError: the memory does not hold the pages of the longest response.
     """
-    shards, length = num_batch_shards(settings.mesh), settings.chunk_length
+    drawn, shards = max_tokens or settings.max_response_length, num_batch_shards(settings.mesh)
+    length = min(settings.chunk_length, max(1 << (drawn - 1).bit_length(), settings.least_page))
     rows = -(-(num_prompts or len(prompt_lengths)) // shards) * num_samples  # of a shard
-    prefills = _prefill_sizes(settings, prompt_width(int(max(prompt_lengths)), settings.max_prompt_length))
+    prefills = _prefill_sizes(settings, length, prompt_width(int(max(prompt_lengths)), settings.max_prompt_length))
     width, at_once = prefills[-1].width, prefills[0].at_once
-    drawn = max_tokens or settings.max_response_length
     prompt_pages, own_pages = width // length, max(-(-drawn // length) - 1, 0)
-    reach = _reach(settings, prompt_pages + own_pages)
-    full, windowed = _pages(settings, dtype, own_pages, prompt_pages, reach)
+    reach = _reach(settings, length, prompt_pages + own_pages)
+    full, windowed = _pages(settings, length * token_bytes(settings, dtype), own_pages, prompt_pages, reach)
     # a page in the making is in memory twice
     per_slot = (
         2 * (full.bytes + windowed.bytes) + 4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"]
@@ -104,18 +106,18 @@ class _Pages(NamedTuple):
         return 1 + slots * self.own + (slots + waiting) * self.prompt
 
 
-def _pages(settings: EngineSettings, dtype: np.dtype, own: int, prompt: int, reach: int) -> tuple[_Pages, _Pages]:
-    """Of the layers without a window, and of those with one."""
-    of_layer, layers = settings.chunk_length * token_bytes(settings, dtype), settings.arch.layers
+def _pages(settings: EngineSettings, of_layer: float, own: int, prompt: int, reach: int) -> tuple[_Pages, _Pages]:
+    """Of the layers without a window, and of those with one; `of_layer` are the bytes of a page in one layer."""
+    layers = settings.arch.layers
     windows = sum(kind.window is not None for kind in layers)
     full = _Pages(own, prompt, of_layer * (len(layers) - windows))
     return full, _Pages(min(reach, own), min(reach, prompt), of_layer * windows)
 
 
-def _reach(settings: EngineSettings, row_pages: int) -> int:
+def _reach(settings: EngineSettings, length: int, row_pages: int) -> int:
     """Pages that a window reaches behind a chunk, at least one; 0 without layers that have a window."""
     window = settings.arch.window
-    return 0 if window is None else min(max(-(-(window - 1) // settings.chunk_length), 1), max(row_pages, 1))
+    return 0 if window is None else min(max(-(-(window - 1) // length), 1), max(row_pages, 1))
 
 
 def _pages_in(memory: float, full: _Pages, windowed: _Pages, most: int, most_windows: int) -> int:
@@ -129,12 +131,12 @@ def _pages_in(memory: float, full: _Pages, windowed: _Pages, most: int, most_win
     return int(pages)
 
 
-def _prefill_sizes(settings: EngineSettings, widest: int) -> tuple[PrefillSize, ...]:
+def _prefill_sizes(settings: EngineSettings, length: int, widest: int) -> tuple[PrefillSize, ...]:
     """Calls of prefill for prompts of at most `widest` tokens: from PREFILLED on, an eighth wider than the one before.
 
     Only those that are used are compiled.
     """
-    length, widths = settings.chunk_length, [widest]
+    widths = [widest]
     while (narrower := widths[0] * 8 // 9) >= PREFILLED:
         widths.insert(0, narrower)
     return tuple(

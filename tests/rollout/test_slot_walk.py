@@ -48,6 +48,17 @@ def test_equal_lengths_that_fill_their_chunks_waste_only_keys():
     assert work["prefill"].computed == size.at_once * 16 * (flops.layers + 16 * flops.pair)
 
 
+@pytest.mark.parametrize(("longest", "limit", "tokens"), [(4, None, 4), (16, None, 16), (64, 8, 8), (64, None, 32)])
+def test_a_chunk_is_no_longer_than_the_longest_response(longest, limit, tokens):
+    settings = settings_of(SEVEN, (1, 1), arch=ARCH, chunk_length=32, max_num_seqs=8, max_response_length=longest)
+    history = LengthHistory(longest)
+    layout = layout_of_slots(settings, np.dtype(np.float32), [9, 9], 2, history, 0.0, max_tokens=limit)
+    assert layout.page_length == tokens
+    responses = np.full((2, 2), limit or longest)
+    _, work = walk_slots(ARCH, layout, responses, np.full(2, 9), limit=limit or longest, lookahead=0)
+    assert work["decode"].efficiency > 0.5
+
+
 def test_a_response_that_no_memory_holds_is_refused():
     with pytest.raises(InputError, match="data.max_response_length=20480"):
         layout_of(settings_of(SEVEN, (1, 1)), [200], free=1)
