@@ -25,7 +25,7 @@ from dapo_jax.config.derived import (
     trains_on_rewards,
 )
 from dapo_jax.config.sections import Config, EvaluateConfig
-from dapo_jax.config.values import PATHS, type_problems
+from dapo_jax.config.values import PATHS, number_problems, type_problems
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
@@ -64,11 +64,10 @@ def validate(config: Config, *, training: bool = True, own: Collection[str] = ()
         own: names of reward functions that this Python session has, the NAME of python:NAME.
     """
     problems = type_problems(config)
-    mistyped = {_key(problem) for problem in problems}
-    if all(isinstance(attrgetter(key)(config), int | float) for key in mistyped):  # others cannot be compared
-        problems += [problem for problem in _problems(config, training, own) if _key(problem) not in mistyped]
+    others = [] if problems else [_problems(config, training, own), unread_problems(config)]  # compute with the values
+    for found in (number_problems(config), *others):
         named = {_key(problem) for problem in problems}
-        problems += [problem for problem in unread_problems(config) if _key(problem) not in named]
+        problems += [problem for problem in found if _key(problem) not in named]
     if problems:
         raise InputError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
 

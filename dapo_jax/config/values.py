@@ -5,7 +5,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 from flax import traverse_util
@@ -122,20 +122,29 @@ def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, An
     return known | {name: value for name, value in values.items() if not isinstance(defaults.get(name), dict)}
 
 
-def type_problems(config: Any, prefix: str = "") -> list[str]:
-    """One line for each value of the wrong type, each number that is not finite, and each that exceeds 32 bits."""
-    problems = []
+def _options(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each option: its key, its value, its type."""
     for name, kind in typing.get_type_hints(type(config)).items():
         key, value = prefix + name, getattr(config, name)
         if dataclasses.is_dataclass(kind):
-            problems += type_problems(value, key + ".")
-        elif not _is_of_type(value, kind):
-            problems.append(f"{key}={value!r} must be {_describe_type(kind)}: correct it")
-        elif isinstance(value, float) and not math.isfinite(value) and not (value > 0 and key in MAY_BE_INFINITE):
-            problems.append(f"{key}={value} must be a finite number: correct it")
+            yield from _options(value, key + ".")
+        else:
+            yield key, value, kind
+
+
+def type_problems(config: Any) -> list[str]:
+    """One line for each value of the wrong type."""
+    wrong = [option for option in _options(config) if not _is_of_type(*option[1:])]
+    return [f"{key}={value!r} must be {_describe_type(kind)}: correct it" for key, value, kind in wrong]
+
+
+def number_problems(config: Any) -> Iterator[str]:
+    """One line for each number that is not finite, and each that exceeds 32 bits."""
+    for key, value, _ in _options(config):
+        if isinstance(value, float) and not math.isfinite(value) and not (value > 0 and key in MAY_BE_INFINITE):
+            yield f"{key}={value} must be a finite number: correct it"
         elif isinstance(value, int) and abs(value) >= 2**31:
-            problems.append(f"{key}={value} must be less than 2**31: lower it")
-    return problems
+            yield f"{key}={value} must be less than 2**31: lower it"
 
 
 def _is_of_type(value: Any, kind: Any) -> bool:

@@ -62,6 +62,13 @@ def test_a_value_that_is_not_of_an_options_type_is_refused(value):
     ]
 
 
+@pytest.mark.parametrize("value", [3, 1.5, True], ids=repr)
+def test_a_number_in_place_of_text_or_several_values_is_refused_before_other_rules_read_it(value):
+    for key, kind in types().items():
+        if kind.removesuffix(" or null") == "text" or kind.startswith(("several", "2 ")):
+            assert problems(with_values(VALID, {key: value})) == [f"{key}={value!r} must be {kind}: correct it"]
+
+
 def test_numbers_are_finite_and_have_32_bits():
     def refused(kind, value, rule):
         keys = [key for key, found in types().items() if found.removesuffix(" or null") == kind]
