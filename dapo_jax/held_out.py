@@ -145,6 +145,7 @@ def _task_metrics(held_out: HeldOut, prefix: str, task: TaskSet, measured: _Meas
             f"{prefix}/{name}",
             {score: grouped(values) for score, values in measured.scores.items()},
             [[answer for row in problem for answer in measured.answers[row]] for problem in rows],
+            n=min(map(len, problems)) * task.options.n,
             bootstrapped=held_out.bootstrapped,
             detailed=held_out.detailed,
         )

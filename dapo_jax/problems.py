@@ -265,6 +265,17 @@ def _warn_of_data(config: Config, problems: Problems) -> None:
         )
     trained = {prompt_identity(row.prompt) for row in train_set.rows} if task_sets else set()
     for task in task_sets:
+        for name, rows in task.by_name:
+            fewest = min(map(len, rows))
+            if more := [row for problem in rows for row in problem[fewest:]]:
+                logger.warning(
+                    "%s repeats an earlier problem of %s (as do %d more rows): metrics are named by the fewest samples "
+                    "of a problem, mean@%d; remove the row, or repeat all problems as often",
+                    task.prompts.rows[more[0]].origin,
+                    name,
+                    len(more) - 1,
+                    fewest * task.options.n,
+                )
         shared = sum(prompt_identity(row.prompt) in trained for row in task.prompts.rows)
         if shared:
             logger.warning(

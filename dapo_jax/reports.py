@@ -22,7 +22,7 @@ def options(config: Config) -> dict[str, Any]:
 def results(task_sets: Sequence[TaskSet]) -> list[str]:
     """The metrics by which runs are compared: the held-out accuracy of each task set."""
     return [
-        f"eval/{name}/acc/mean@{task.options.n * max(map(len, problems))}"
+        f"eval/{name}/acc/mean@{task.options.n * min(map(len, problems))}"
         for task in task_sets
         for name, problems in task.by_name
     ]

@@ -9,6 +9,7 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.problems import TaskSet, held_out_options, parse_tasks, read_problems
+from dapo_jax.reports import results
 
 
 def config_with(tasks, **changes):
@@ -85,6 +86,16 @@ def test_task_sets_are_read_with_the_held_out_problems(tmp_path):
     assert [[len(rows) for rows in problems] for _, problems in sets[2].by_name] == [[2, 2]]
     again = read_problems(config_with(tasks), character_tokenizer(), training=False)
     assert not len(again.train_set) and [len(task.prompts) for task in again.task_sets] == [4, 1, 4]
+
+
+def test_a_repeated_row_is_named_and_changes_no_metrics_name(tmp_path, caplog):
+    once, twice = (write_rows(tmp_path / f"{n}.jsonl", prompts=("1 + 1 =", "2 + 0 =", "2 + 0 =")[:n]) for n in (2, 3))
+    for files, repeated in ([once], False), ([twice], True), ([once, once], False):
+        caplog.clear()
+        found = read_problems(config_with({"sums": {"files": files}}), character_tokenizer()).task_sets
+        warned = [message for message in caplog.messages if "named by the fewest samples" in message]
+        assert results(found)[-1] == f"eval/sums/acc/mean@{4 * (len(files) if not repeated else 1)}"
+        assert bool(warned) == repeated and all("3.jsonl row 3 repeats" in message for message in warned)
 
 
 def test_a_name_or_a_source_that_does_not_fit_is_refused(tmp_path):

@@ -25,8 +25,8 @@ def problem_statistics(
 ) -> dict[str, float]:
     """best@k, worst@k and, with answers, maj@k of a problem's samples.
 
-    In closed form, maj@k exists only for the largest k, as the vote of all samples. Bootstrapped statistics also have a
-    `/bootstrap_std`, the standard deviation over the draws.
+    In closed form, maj@k exists only for the largest k, as the vote of the first k samples. Bootstrapped statistics
+    also have a `/bootstrap_std`, the standard deviation over the draws.
 
     Args:
         values: [m] of one score. If m < k, best@k and worst@k are over all samples.
@@ -40,7 +40,7 @@ def problem_statistics(
         else:
             found |= {f"best@{k}": expected_best(values, k), f"worst@{k}": -expected_best(-values, k)}
     if answers is not None and sizes and not bootstrapped:
-        found[f"maj@{max(sizes)}"] = vote(values, answers, range(len(values)))
+        found[f"maj@{max(sizes)}"] = vote(values, answers, range(min(len(values), max(sizes))))
     return found
 
 

@@ -165,6 +165,7 @@ def evaluation_metrics(
     scores: Mapping[str, np.ndarray],
     answers: Sequence[Answers] | None = None,
     *,
+    n: int | None = None,
     bootstrapped: bool = False,
     detailed: bool = False,
 ) -> dict[str, float]:
@@ -174,7 +175,8 @@ def evaluation_metrics(
     sample is right if its acc is 1. Standard deviations are the population's, within a problem.
 
     Args:
-        scores: [Q, n] each; NaN for a sample without the score. Problems without any score are left out.
+        scores: [Q, m] each, m >= n; NaN for a sample without the score. Problems without any score are left out.
+        n: the number in the names; None = m. A problem whose row is repeated has more samples.
         answers: [Q][n] of the same samples; None without votes.
         bootstrapped: draw with replacement, as in verl.
         detailed: add /mean, /max, /min and /std over problems to each.
@@ -183,7 +185,7 @@ def evaluation_metrics(
     for name, values in scores.items():
         measured = ~np.isnan(values)
         problems = [
-            _problem(name, row[known], _chosen(answers, index, known), row.size, bootstrapped=bootstrapped)
+            _problem(name, row[known], _chosen(answers, index, known), n or row.size, bootstrapped=bootstrapped)
             for index, (row, known) in enumerate(zip(values, measured, strict=True))
             if known.any()
         ]

@@ -151,3 +151,11 @@ def test_times_are_per_token_and_under_both_names():
     assert time_metrics({"timing_s/testing": 1.0}) == {"time/eval": 1.0}, "the row before the first step"
     nothing = {"timing_s/gen": 1.0, "dynamic_sampling/generated_tokens": 0}
     assert time_metrics(nothing) == {"time/wait_explore_step": 1.0}
+
+
+def test_a_problem_with_more_samples_changes_no_name():
+    scores, votes = {"acc": np.array([[1, 0, np.nan, np.nan], [0, 0, 1, 1]])}, [["1", "2", None, None], list("3344")]
+    found = evaluation_metrics("e", scores, votes, n=2)
+    expected = {"mean@2": 0.5, "std@2": 0.5, "best@2": (1 + 5 / 6) / 2, "worst@2": 1 / 12, "maj@2": 0.5}
+    expected |= {"pass@1": 0.5, "pass@2": (1 + 5 / 6) / 2}
+    assert found == pytest.approx(named("e/acc", expected))
