@@ -21,9 +21,12 @@ class Family:
     # what config.json may say besides
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that it may lack
     biases: tuple[str, ...] = ()  # of "attention_bias" and "mlp_bias", those that count
-    window: str = "never"  # layers with a window: never | all | switched (use_sliding_window) | typed (layer_types)
+    window: str = "never"  # layers with a window: never | all | switched (use_sliding_window) | typed; but for "never",
+    # layer_types says which, if it is there
     full_every: int = 0  # "typed", without layer_types: the last of so many layers attends to all tokens
+    theta: float = 10000.0  # base of rotary embeddings, if config.json does not name it
     local_theta: str = ""  # key of the rotary base of layers with a window, which is never scaled; empty: as all layers
+    default_local_theta: float | None = None  # if config.json does not name it; None: that of the other layers
     leaves_out_rotary: bool = False  # no_rope_layers, or one of no_rope_layer_interval, have no rotary embedding
     experts: bool = False  # mixtures of experts
     reward_name: str = ""  # how the names of its reward models begin, if not by hf_name
@@ -33,25 +36,25 @@ class Family:
         return (self.reward_name or self.hf_name) + REWARD_MODEL if scalar_head else self.hf_name + LANGUAGE_MODEL
 
 
+WINDOW = {"sliding_window": 4096}
 GEMMA = {"norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "scale_embeddings": True}
 GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
+    **WINDOW,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-QWEN3_DEFAULTS = {"head_dim": 128}
 
 FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     "llama": Family("Llama", "llama", gguf_interleaved=True, biases=("attention_bias", "mlp_bias")),
-    "mistral": Family("Mistral", window="all"),  # stored as llama in GGUF files
-    "qwen2": Family("Qwen2", "qwen2", traits={"qkv_bias": True}, window="switched"),
+    "mistral": Family("Mistral", defaults=WINDOW, window="all"),  # stored as llama in GGUF files
+    "qwen2": Family("Qwen2", "qwen2", traits={"qkv_bias": True}, defaults=WINDOW, window="switched"),
     "qwen3": Family(
         "Qwen3",
         "qwen3",
         traits={"qk_norm": "head"},
-        defaults=QWEN3_DEFAULTS,
+        defaults={**WINDOW, "head_dim": 128},
         biases=("attention_bias",),
         window="switched",
     ),
@@ -74,8 +77,9 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         "SmolLM3",
         "smollm3",
         gguf_interleaved=True,
-        defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},
+        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
         biases=("attention_bias", "mlp_bias"),
+        theta=2e6,
         leaves_out_rotary=True,
     ),
     "olmo2": Family("Olmo2", "olmo2", traits={"norms": "after", "qk_norm": "projection"}, biases=("attention_bias",)),
@@ -83,10 +87,11 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         "Olmo3",
         "olmo2",  # with a window
         traits={"norms": "after", "qk_norm": "projection"},
-        defaults={"sliding_window": 4096},
+        defaults=WINDOW,
         biases=("attention_bias",),
         window="typed",
         full_every=4,
+        theta=5e5,
         local_theta="rope_theta",
     ),
     "gemma2": Family(
@@ -102,11 +107,13 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         "Gemma3",
         "gemma3",
         traits={**GEMMA, "qk_norm": "head"},
-        defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults={**GEMMA_DEFAULTS, "final_logit_softcapping": None, "sliding_window_pattern": 6},
         biases=("attention_bias",),
         window="typed",
         full_every=6,
+        theta=1e6,
         local_theta="rope_local_base_freq",
+        default_local_theta=1e4,
         reward_name="Gemma3Text",
     ),
 }

@@ -135,7 +135,7 @@ def _layers(values: dict[str, Any], family: Family) -> tuple[Layer, ...]:
         pattern = [(i + 1) % pattern != 0 for i in numbers]
     windows = [window if windowed else None for windowed in pattern]
     rope_theta = _theta(values)
-    theta = values.get("rope.freq_base_swa", family.defaults.get(family.local_theta, rope_theta))
+    theta = values.get("rope.freq_base_swa", family.default_local_theta or rope_theta)
     scaled = values.get(SCALING + "type", "none") != "none"
     own = float(theta) if family.local_theta and (scaled or theta != rope_theta) else None
     every = family.defaults["no_rope_layer_interval"] if family.leaves_out_rotary else 0

@@ -1,5 +1,7 @@
 """Host: the architecture that a Hugging Face config.json describes."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +9,12 @@ from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture, Experts, Layer, kinds_of, pattern_of
 from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.model_files import is_positive_number, is_size, read_object
-from dapo_jax.models.rope_scaling import rope_problems, scaling_from_hf
+from dapo_jax.models.rope_scaling import rope_problems, rope_type, scaling_from_hf
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim", "sliding_window", "query_pre_attn_scalar", "no_rope_layer_interval"),
+    "sliding_window_pattern",
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
 )
 REQUIRED = (*SIZES, "rms_norm_eps")
@@ -33,6 +36,9 @@ FITS = {
     "true or false": lambda value: isinstance(value, bool),
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name -> ours
+OF_SOME = (  # keys that only some families read: those with the key in their biases or defaults
+    *("attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+)
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS = 10_000
 
@@ -46,7 +52,8 @@ def read_architecture(directory: str | Path) -> Architecture:
     try:
         return architecture_from_hf(hf)
     except ValueError as error:
-        raise InputError(f"{path}: {error}: choose a supported model, or download it again") from error
+        cure = "correct the file, choose a supported model, or download it again"
+        raise InputError(f"{path}: {error}; {cure}") from error
 
 
 def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
@@ -66,8 +73,10 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     family = FAMILIES[name]
     scalar_head = names[0] == family.architecture_name(True)
     hf = {**family.defaults, **hf}
-    rope, local = _rope(hf, family)
-    problems = _unsupported(hf, family) + rope_problems(rope, hf.get("max_position_embeddings"))
+    rope, local, problems = _rope(hf, family)
+    problems += _unsupported(hf, family) + rope_problems(rope, hf.get("max_position_embeddings"))
+    if hf.get("model_type") not in (None, name):
+        problems.append(f"model_type={hf['model_type']!r}: must be {name!r}")
     if family.local_theta:
         problems += [f"in layers with a window, {problem}" for problem in _local_problems(local)]
     num_labels = len(hf.get("id2label") or ["LABEL_0", "LABEL_1"])  # two is Hugging Face's default
@@ -126,19 +135,41 @@ def _has_bias(hf: dict[str, Any], family: Family, name: str) -> bool:
     return name in family.biases and bool(hf.get(name))
 
 
-def _rope(hf: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rotary embedding of most layers, and of those with a window; both with `rope_theta`."""
-    given = hf.get("rope_parameters") or {}
-    theta = hf.get("rope_theta") or 10000.0
-    if isinstance(given.get(FULL), dict):  # one for each kind of layer, since transformers 5
-        full, local = given[FULL], given.get(SLIDING)
-        local = local if isinstance(local, dict) else {}
-    else:
-        full = {**(hf.get("rope_scaling") or {}), **given}
-        local = {"rope_theta": hf.get(family.local_theta)} if family.local_theta != "rope_theta" else {}
-    full = {"rope_theta": theta, **{name: value for name, value in full.items() if value is not None}}
-    local = {name: value for name, value in local.items() if value is not None}
-    return full, {"rope_theta": full["rope_theta"], **local} if family.local_theta else full
+def _rope(hf: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The rotary embedding of most layers, that of layers with a window, both with `rope_theta`, and contradictions.
+
+    transformers 4 writes rope_theta and rope_scaling. 5 writes rope_parameters, with an entry for each kind of layer
+    where windows have a base of their own.
+    """
+    given, problems = hf.get("rope_parameters") or {}, []
+    if given and any(isinstance(value, dict) for value in given.values()) != bool(family.local_theta):
+        what = "entries" if family.local_theta else "no entries"
+        problems.append(f"rope_parameters={given}: must have {what} {FULL} and {SLIDING} in this family")
+    entries = given if family.local_theta else {FULL: given}
+    full, local = (value if isinstance(value := entries.get(kind), dict) else {} for kind in (FULL, SLIDING))
+    above = {key: hf.get(key) for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")}
+    of_windows = {} if family.local_theta == "rope_theta" else {"rope_theta": hf.get(family.local_theta)}
+    scaling = hf.get("rope_scaling") or {}
+    if scaling and "rope_theta" in given and not hf.get("rope_theta"):
+        problems.append("rope_scaling next to rope_parameters, whose rope_theta is then not read: merge the two")
+    full = _agreed({"the top level": above, "rope_scaling": scaling, "rope_parameters": full}, problems)
+    local = _agreed({family.local_theta: of_windows, "rope_parameters": local}, problems)
+    default = family.default_local_theta or hf.get("rope_theta") or family.theta
+    return {"rope_theta": family.theta, **full}, {"rope_theta": default, **local}, problems
+
+
+def _agreed(places: Mapping[str, Mapping[str, Any]], problems: list[str]) -> dict[str, Any]:
+    """The settings of several places of a config.json. Adds to `problems` what two of them say differently."""
+    found: dict[str, tuple[Any, str]] = {}
+    for place, values in places.items():
+        spelled = {**values, "rope_type": rope_type(values)} if {"rope_type", "type"} & values.keys() else values
+        for key, value in spelled.items():
+            before, where = found.get(key, (value, place))
+            if value is not None and before != value:
+                problems.append(f"{key}={before!r} of {where}, but {value!r} of {place}")
+            if value is not None and key != "type":
+                found[key] = value, place
+    return {key: value for key, (value, _) in found.items()}
 
 
 def _local_problems(local: dict[str, Any]) -> list[str]:
@@ -167,15 +198,16 @@ def _windowed(hf: dict[str, Any], family: Family) -> list[bool]:
     count, types = hf["num_hidden_layers"], hf.get("layer_types")
     if family.window == "never" or hf.get("sliding_window") is None:
         return [False] * count
-    if family.window == "all":
-        return [True] * count
     if family.window == "switched" and not hf.get("use_sliding_window"):
         return [False] * count
     if types is not None:
         return [kind == SLIDING for kind in types]
+    if family.window == "all":
+        return [True] * count
     if family.window == "switched":
         return [i >= hf.get("max_window_layers", 28) for i in range(count)]
-    every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or family.full_every
+    own = "sliding_window_pattern" in family.defaults
+    every = (own and hf["sliding_window_pattern"]) or family.full_every
     return [(i + 1) % every != 0 for i in range(count)]
 
 
@@ -188,18 +220,25 @@ def _experts(hf: dict[str, Any]) -> Experts:
     )
 
 
+def activation_key(family: Family) -> str:
+    """The key of the feed-forward network's activation."""
+    return "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+
+
 def _unsupported(hf: dict[str, Any], family: Family) -> list[str]:
     problems = [f"no {name}" for name in REQUIRED if hf.get(name) is None]
-    activation = hf.get("hidden_activation") or hf.get("hidden_act", "silu")
-    wanted = family.traits.get("activation", "silu")
+    spelling = activation_key(family)
+    activation, wanted = hf.get(spelling, "silu"), family.traits.get("activation", "silu")
     if not isinstance(activation, str) or ACTIVATIONS.get(activation) != wanted:
         name = next(name for name, ours in ACTIVATIONS.items() if ours == wanted)
-        problems.append(f"hidden_act={activation!r}: only {name!r} is supported")
-    for name in ("attention_bias", "mlp_bias"):
-        if hf.get(name) and name not in family.biases:
-            problems.append(f"{name}=true: not supported in this family")
-    if hf.get("use_bidirectional_attention"):
-        problems.append("use_bidirectional_attention=true: only causal attention is supported")
+        problems.append(f"{spelling}={activation!r}: only {name!r} is supported")
+    for name in OF_SOME:
+        if hf.get(name) and name not in {*family.biases, *family.defaults}:
+            problems.append(f"{name}={json.dumps(hf[name])}: not supported in this family")
+    if hf.get("use_bidirectional_attention") or hf.get("is_causal") is False:
+        problems.append("use_bidirectional_attention=true or is_causal=false: only causal attention is supported")
+    if hf.get("per_layer_config"):
+        problems.append("per_layer_config: layers with sizes of their own are not supported")
     problems += _unsupported_layers(hf, family)
     return problems
 
@@ -212,9 +251,9 @@ def _unsupported_layers(hf: dict[str, Any], family: Family) -> list[str]:
     if family.window == "never" and window is not None and hf.get("use_sliding_window"):
         problems.append(f"sliding_window={window}: only full attention is supported in this family")
     kinds = set(map(str, hf.get("layer_types") or []))
-    has_windows = family.window == "typed" or (family.window == "switched" and hf.get("use_sliding_window"))
+    has_windows = family.window in ("all", "typed") or (family.window == "switched" and hf.get("use_sliding_window"))
     allowed = {FULL, SLIDING} if has_windows and window is not None else {FULL}
-    if kinds - allowed and family.window != "all":
+    if kinds - allowed:
         problems.append(
             f"layer_types={sorted(kinds)} with sliding_window={window}: only {sorted(allowed)} is supported"
         )

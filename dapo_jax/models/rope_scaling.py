@@ -74,8 +74,12 @@ SCALINGS: dict[str, type[RopeScaling]] = {  # by Hugging Face's rope_type
 
 
 def hf_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    """`rope_scaling` of a config.json."""
-    return {"rope_type": next(name for name, kind in SCALINGS.items() if type(scaling) is kind), **asdict(scaling)}
+    """`rope_scaling` of a config.json, without what is understood."""
+    values = {"rope_type": next(name for name, kind in SCALINGS.items() if type(scaling) is kind), **asdict(scaling)}
+    for name in ("attention_factor", "beta_fast", "beta_slow", "truncate"):
+        rest = {key: value for key, value in values.items() if key != name}
+        values = rest if scaling_from_hf(rest, None) == scaling else values
+    return values
 
 
 def scaling_from_hf(rope: Mapping[str, Any], max_position_embeddings: Any) -> RopeScaling | None:
@@ -84,7 +88,7 @@ def scaling_from_hf(rope: Mapping[str, Any], max_position_embeddings: Any) -> Ro
     Args:
         max_position_embeddings: of the config: the original length of YaRN if `rope` does not name it.
     """
-    kind = SCALINGS.get(_rope_type(rope))
+    kind = SCALINGS.get(rope_type(rope))
     if kind is None:
         return None
     values = {field.name: rope[field.name] for field in fields(kind) if rope.get(field.name) is not None}
@@ -107,7 +111,7 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
 
 def rope_problems(rope: Mapping[str, Any], max_position_embeddings: Any) -> list[str]:
     """What is wrong with, or not supported of, a `rope_scaling` or `rope_parameters`."""
-    name = _rope_type(rope)
+    name = rope_type(rope)
     if name != "default" and name not in SCALINGS:
         return [f"rope_type={name!r}: only {sorted(('default', *SCALINGS))} are supported"]
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -132,5 +136,6 @@ def rope_problems(rope: Mapping[str, Any], max_position_embeddings: Any) -> list
     return problems
 
 
-def _rope_type(rope: Mapping[str, Any]) -> str:
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """Hugging Face's name of the scaling of a `rope_scaling` or `rope_parameters`; "default" is none."""
     return rope.get("rope_type", rope.get("type", "default"))

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dapo_jax.errors import InputError
@@ -12,7 +13,9 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.assemble import Place, StoredTensor, assemble
 from dapo_jax.models.model_files import read_object, unreadable
 
+ROWS = 4096  # of a table, compared at once
 DTYPES = ("F32", "F16", "BF16")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # written by old versions of transformers; derived, not a weight
 
 
@@ -24,6 +27,7 @@ def load_safetensors(directory: str | Path, arch: Architecture, place: Place) ->
     """
     directory = Path(directory)
     tensors: dict[str, StoredTensor] = {}
+    headers: dict[str, Any] = {}  # read a part of a tensor
     problems = []
     with ExitStack() as stack:
         for path in _weight_files(directory):
@@ -33,15 +37,29 @@ def load_safetensors(directory: str | Path, arch: Architecture, place: Place) ->
                     continue
                 if name in tensors:
                     problems.append(f"tensor {name} is in more than one file")
-                header = file.get_slice(name)
+                header = headers[name] = file.get_slice(name)
                 if header.get_dtype() not in DTYPES:
                     problems.append(f"tensor {name} has dtype {header.get_dtype()}, expected one of {DTYPES}")
                 tensors[name] = StoredTensor(tuple(header.get_shape()), partial(file.get_tensor, name))
         # Hugging Face models with tied embeddings may store the head a second time.
-        unused = {"lm_head.weight": (arch.vocab_size, arch.hidden_size)} if arch.tie_embeddings else {}
+        unused = {HEAD: (arch.vocab_size, arch.hidden_size)} if arch.tie_embeddings else {}
+        if arch.tie_embeddings and not arch.scalar_head and not _are_equal(headers.get(HEAD), headers.get(EMBEDDING)):
+            problems.append(
+                f"tensor {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true: set it to "
+                f"false there, as transformers does on its own, or remove {HEAD}"
+            )
         return assemble(
             directory, arch, tensors, lambda weight: weight.hf_name, place, unused=unused, problems=problems
         )
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Whether two tensors, read by parts, hold the same numbers; also True unless both exist in one shape."""
+    if first is None or second is None or first.get_shape() != second.get_shape():
+        return True
+    length = first.get_shape()[0]
+    parts = (slice(row, min(row + ROWS, length)) for row in range(0, length, ROWS))
+    return all(np.array_equal(first[part], second[part]) for part in parts)
 
 
 def _weight_files(directory: Path) -> list[Path]:

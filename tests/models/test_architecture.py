@@ -27,6 +27,7 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SOME_FULL = ["full_attention" if layer in (1, 4) else "sliding_attention" for layer in range(7)]
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
@@ -103,11 +104,14 @@ def of_family(name, **changes):
     [
         ({"name": "Mistral", "sliding_window": 8}, []),
         ({"name": "Mistral", "sliding_window": None}, range(7)),
+        ({"name": "Mistral", "sliding_window": 8, "layer_types": SOME_FULL}, [1, 4]),
         ({"name": "Qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 5}, range(5)),
         ({"name": "Qwen3", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, []),
         ({"name": "Gemma2", "sliding_window": 8}, [1, 3, 5]),
         ({"name": "Gemma3", "sliding_window": 8}, [5]),
         ({"name": "Gemma3", "sliding_window": 8, "sliding_window_pattern": 2}, [1, 3, 5]),
+        ({"name": "Gemma3", "sliding_window": 8, "_sliding_window_pattern": 2}, [5]),
+        ({"name": "Gemma2", "sliding_window": 8, "sliding_window_pattern": 3}, [1, 3, 5]),
         ({"name": "Gemma3", "sliding_window": 8, "layer_types": ["full_attention"] * 7}, range(7)),
         ({"name": "Olmo3", "sliding_window": 8}, [3]),
         ({"name": "Olmo2"}, range(7)),
@@ -127,6 +131,35 @@ def test_layers_with_a_window_have_a_rotary_embedding_of_their_own():
     olmo = of_family("Olmo3", rope_theta=5e5, rope_scaling=YARN)
     assert {layer.theta for layer in olmo.layers if layer.window} == {5e5}, "YaRN is for the others alone"
     assert {layer.theta for layer in of_family("Olmo3", rope_theta=5e5).layers} == {None}
+
+
+def test_a_window_without_a_size_has_the_size_of_hugging_faces_default():
+    assert {layer.window for layer in of_family("Mistral").layers} == {4096}
+    assert {layer.window for layer in of_family("Qwen2", use_sliding_window=True, max_window_layers=0).layers} == {4096}
+
+
+def test_an_entry_that_rope_parameters_lacks_is_that_of_the_top_level_or_the_default():
+    full, windows = {"full_attention": {"rope_theta": 5e4}}, {"sliding_attention": {"rope_theta": 5e4}}
+
+    def thetas(name, **changes):
+        arch = of_family(name, **(GELU if name == "Gemma3" else {}), **changes)
+        return arch.rope_theta, {layer.theta or arch.rope_theta for layer in arch.layers if layer.window}
+
+    assert thetas("Gemma3", rope_parameters=full) == (5e4, {1e4})
+    assert thetas("Gemma3", rope_parameters=full, rope_local_base_freq=2e3) == (5e4, {2e3})
+    assert thetas("Gemma3", rope_parameters=windows) == (1e6, {5e4})
+    assert thetas("Gemma3", rope_parameters=windows, rope_theta=3e5) == (3e5, {5e4})
+    assert thetas("Olmo3", rope_parameters=full) == (5e4, {5e5})
+    assert thetas("Olmo3") == (5e5, {5e5})
+
+
+def test_the_original_length_may_be_at_the_top_level():
+    for rope in (YARN, LLAMA3_SCALING):
+        rest = {key: value for key, value in rope.items() if key != "original_max_position_embeddings"}
+        above = {"original_max_position_embeddings": rope["original_max_position_embeddings"]}
+        longer = {"max_position_embeddings": 512, "rope_scaling": rope}
+        assert of_family("Llama", **longer) == of_family("Llama", **longer, **above)
+        assert of_family("Llama", **longer) == of_family("Llama", **{**longer, "rope_scaling": rest}, **above)
 
 
 def test_every_fourth_layer_of_smollm3_has_no_rotary_embedding():

@@ -4,12 +4,13 @@ import json
 import numpy as np
 import pytest
 import shapes
-from models.checkpoints import DATA, score
+from models.checkpoints import DATA, place, score
 
 from dapo_jax.models.architecture import Experts, Layer
 from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
 from dapo_jax.models.hf_config import hf_config
+from dapo_jax.models.load import load_params
 from dapo_jax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 from dapo_jax.models.weights import init_params, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
@@ -34,6 +35,7 @@ ARCHITECTURES = {
     "llama_scaled": architecture("llama", rope_scaling=SCALING),
     "llama_biases": architecture("llama", qkv_bias=True, output_bias=True, mlp_bias=True),
     "mistral_window": architecture("mistral", pattern=(SOME,)),
+    "mistral_some": architecture("mistral", pattern=(ALL, SOME)),
     "qwen3_window": architecture("qwen3", pattern=(ALL, SOME), rope_scaling=LinearRopeScaling(2.0)),
     "qwen3_yarn": architecture("qwen3", rope_scaling=YarnRopeScaling(4.0, 32, 1.25, 16.0, 2.0, False)),
     "qwen3_moe_some": architecture("qwen3_moe", experts=EXPERTS, pattern=(ALL, Layer(experts=True))),
@@ -76,6 +78,37 @@ def test_mistral_attends_to_everything():
     assert "sliding_window" in config and config["sliding_window"] is None, "Hugging Face's default is a window"
 
 
+LONGER = {"original_max_position_embeddings": 64}
+IN_UNUSUAL_PLACES = [  # a checkpoint, what its config.json says instead, and what it lacks
+    ("qwen3_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}, **LONGER}, ()),
+    ("qwen3_yarn", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1e6, **LONGER}, ["rope_parameters"]),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}, ()),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_theta": 5e3}}, "rope_theta": 3e5}, ()),
+    ("gemma3", {"_sliding_window_pattern": 2}, ["layer_types"]),
+    ("gemma2_softcap", {"sliding_window_pattern": 3}, ["layer_types"]),
+    ("olmo3", {}, ["rope_parameters"]),
+    ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ()),
+    ("mistral_sliding", {"layer_types": ["full_attention", "sliding_attention"] * 2}, ()),
+    ("llama_tied", {"hidden_activation": "gelu"}, ()),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "absent"), IN_UNUSUAL_PLACES)
+def test_transformers_5_reads_the_same_where_config_json_says_it_in_an_unusual_place(tmp_path, name, changes, absent):
+    transformers, torch = pytest.importorskip("transformers", minversion="5"), pytest.importorskip("torch")
+    original = json.loads((DATA / name / "config.json").read_text())
+    kept = {key: value for key, value in original.items() if key not in absent}
+    (tmp_path / "config.json").write_text(json.dumps(kept | changes))
+    (tmp_path / "model.safetensors").symlink_to(DATA / name / "model.safetensors")
+    arch = read_architecture(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, arch.vocab_size, (1, 70), np.int32)
+    ours = score(load_params(tmp_path, arch, place), tokens, np.ones_like(tokens, bool), arch)
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        theirs = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - {"reward_model"}))
 def test_transformers_computes_our_logits_from_the_config_and_the_weights(tmp_path, name):
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
@@ -87,7 +120,8 @@ def test_transformers_computes_our_logits_from_the_config_and_the_weights(tmp_pa
     ours = np.asarray(score(params, tokens, np.ones_like(tokens, bool), arch))
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert model.config.model_type == arch.family and model.dtype == torch.float32
+    # Since 5 transformers calls a Mistral whose layers differ so.
+    assert model.config.model_type in (arch.family, "ministral") and model.dtype == torch.float32
     assert (model.config.max_position_embeddings, model.config.bos_token_id) == (640, None)
     if arch.window is not None or not FAMILIES[arch.family].full_every:  # these always name a window
         assert getattr(model.config, "sliding_window", None) == arch.window

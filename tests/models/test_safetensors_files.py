@@ -10,6 +10,7 @@ import pytest
 from models.checkpoints import DATA, place
 from safetensors.numpy import load_file, save_file
 
+from dapo_jax.models import safetensors_files
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.safetensors_files import load_safetensors
 from dapo_jax.models.weights import weight_table
@@ -64,6 +65,17 @@ def test_rotary_buffers_and_the_head_of_tied_embeddings_are_not_read(tmp_path, t
     assert_equal(load(tmp_path), load(TIED))
     save(tmp_path, tensors | {"lm_head.weight": np.ones((159, 48), np.float32)})
     with pytest.raises(ValueError, match=r"lm_head.weight has shape \(159, 48\), expected \(160, 48\)"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [4096, 7])
+def test_a_head_that_differs_from_the_embeddings_is_not_thrown_away(tmp_path, tensors, monkeypatch, rows):
+    monkeypatch.setattr(safetensors_files, "ROWS", rows)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 1
+    save(tmp_path, tensors | {"lm_head.weight": head})
+    message = "lm_head.weight differs from model.embed_tokens.weight, .*tie_word_embeddings=true: set it to false there"
+    with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
 
