@@ -3,8 +3,9 @@
     python -m dapo_jax.export --config FILE [--config.key=value ...] --output DIR [--step N] [--dtype ...] [--adapter]
         [--push-to-hub OWNER/NAME [--private]]
 
-transformers, vLLM and model.path read the directory. The command needs neither data nor an accelerator. On fewer
-devices than the run had, add --config.mesh.fsdp=1 --config.mesh.tensor=1.
+transformers, vLLM and model.path read the directory. The model, its adapters and the seed are those of the run in
+config.workdir, whatever FILE says. The command needs neither data nor an accelerator. On fewer devices than the run
+had, add --config.mesh.fsdp=1 --config.mesh.tensor=1.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -13,10 +14,12 @@ if __name__ == "__main__":  # the imports below take seconds
     end_at_once("export")
 
 import argparse
+import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from dapo_jax.command.help import about, options_help
 from dapo_jax.command.output_directory import new_output, output_directory
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, flat, from_values
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError
@@ -41,15 +45,19 @@ from dapo_jax.hub.upload import check_upload, upload
 from dapo_jax.meshes import check_mesh
 from dapo_jax.model_card import model_card, recipe
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.hf_config import hf_config, one_or_all
+from dapo_jax.models.hf_config import hf_config, one_or_all, with_weights
 from dapo_jax.models.load import context_length, is_gguf
 from dapo_jax.models.lora import Lora, adapter_table, merged, peft_config
+from dapo_jax.models.model_files import read_object
 from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.monitor.bars import bar, shows_progress
-from dapo_jax.other_runs import RANDOM, Trained, pinned
+from dapo_jax.monitor.recipe import RECIPE
+from dapo_jax.monitor.records import recorded_config
+from dapo_jax.other_runs import RANDOM, Trained
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.processes import is_first
+from dapo_jax.parallel.processes import gather, is_first
+from dapo_jax.places import place_of
 
 DTYPES = ("bfloat16", "float32")
 COPIED = (  # the files of a Hugging Face directory to copy, if they exist
@@ -79,19 +87,66 @@ def export(
         adapter: write only the adapters of model.lora, for PEFT, instead of a model with the adapters merged in.
 
     Raises:
-        InputError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
+        InputError: `output` is not empty, there is no such checkpoint, `config` contradicts the run's config.json, or
             `adapter` is set without model.lora.
     """
-    output = new_output(output)
+    output, (config, _) = new_output(output), as_trained(config, DEFAULTS)
+    step = _chosen_step(config, step)
     if adapter and not config.model.lora.rank:
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
-    config, step = pinned(config), _chosen_step(config, step)
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
     card = model_card(config, step, adapter=adapter) if is_first() else None
     write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card)
     return step
+
+
+def as_trained(config: Config, chosen: Collection[str]) -> tuple[Config, tuple[str, ...]]:
+    """The config of the run in config.workdir, on the mesh of `config`, and what differs of the model, in words.
+
+    Every process must call it; process 0, which has the records, decides.
+
+    Args:
+        chosen: keys of `config` that may not contradict the run; the others give way.
+
+    Raises:
+        InputError: the workdir has no config.json, or `chosen` contradicts it.
+    """
+    workdir = config.workdir
+    recorded = gather(recorded_config(workdir) if is_first() else None)[0]
+    if not recorded:
+        raise InputError(
+            f"workdir={workdir} must be that of a run, but holds no config.json: give the run's workdir by "
+            "--config.workdir, or train first"
+        )
+    run = from_values(recorded)
+    given, theirs = flat(config), flat(run)
+    sections = ["model.lora."] * (run.model.lora.rank > 0) + ["model.random.", "seed"] * (run.model.path == RANDOM)
+    keys = ["model.path", "model.lora.rank", *(key for key in theirs if key.startswith(tuple(sections)))]
+    differing = [key for key in dict.fromkeys(keys) if given[key] != theirs[key]]
+    if _names_same(config.model.path, run.model.path):
+        differing = [key for key in differing if key != "model.path"]
+    problems = [
+        f"{key}={given[key]} contradicts the run in workdir={workdir}, which was trained with {theirs[key]}: leave it "
+        f"out{', or correct the path in its config.json if the model has moved' * (key == 'model.path')}"
+        for key in differing
+        if key in chosen
+    ]
+    if problems:
+        raise InputError("\n".join(problems))
+    kept = config.trainer.checkpoint_dir or run.trainer.checkpoint_dir
+    trainer = dataclasses.replace(run.trainer, checkpoint_dir=kept)
+    run = dataclasses.replace(run, workdir=workdir, mesh=config.mesh, monitor=config.monitor, trainer=trainer)
+    changes = ", ".join(f"{key}={theirs[key]} (not {given[key]})" for key in differing)
+    return run, (f"as in the run {workdir}: {changes}",) if changes else ()
+
+
+def _names_same(given: str, recorded: str) -> bool:
+    """Whether `recorded` is model.path=`given`, pinned to a commit or to a step of a run."""
+    name, place = model_name(recorded), place_of(recorded)
+    is_step = place.parent.name == "checkpoints" and place.parent.parent == place_of(given)
+    return place == place_of(given) or is_step or (name is not None and name.request() == given)
 
 
 def write_policy(
@@ -127,7 +182,7 @@ def write_policy(
             if source is None or is_gguf(source):
                 _write_description(config, arch, tokenizer, directory, dtype)
             else:
-                _copy_description(source, directory, dtype)
+                _copy_description(source, arch, directory, dtype)
         whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
         _write(config, directory, weight_table(arch), whole, dtype, "model")
 
@@ -153,8 +208,8 @@ def _chosen_step(config: Config, step: int | None) -> int:
     workdir, saved = config.workdir, saved_steps(checkpoint_dir(config))
     if not saved:
         raise InputError(
-            f"workdir={workdir} must be that of a run that has saved a checkpoint, but it holds none: give the run's "
-            "workdir by --config.workdir, or train first"
+            f"workdir={workdir} must be that of a run that has saved a checkpoint, but "
+            f"{checkpoint_dir(config)} holds none: give the run's workdir by --config.workdir, or train first"
         )
     if step is not None and step not in saved:
         raise InputError(f"--step={step} must be a checkpoint of workdir={workdir}: choose one of {saved}")
@@ -165,20 +220,12 @@ def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[
     """The mesh, and the policy's trained parameters after `step`: all weights, or the adapters."""
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh, training=False)
-    try:
-        return mesh, trained_params(Trained(config, step), arch, mesh)
-    except InputError as error:
-        raise InputError(
-            f"the checkpoint of step {step} in workdir={config.workdir} must be of the model in the config: give the "
-            f"run's config, which is in its config.json ({error})"
-        ) from error
+    return mesh, trained_params(Trained(config, step), arch, mesh)
 
 
-def _copy_description(source: Path, output: Path, dtype: str) -> None:
-    """Copies the files of a Hugging Face directory except its weights, with `dtype` in config.json."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
-    _write_json(output / "config.json", config | dict.fromkeys(keys, dtype))
+def _copy_description(source: Path, arch: Architecture, output: Path, dtype: str) -> None:
+    """Copies the files of a Hugging Face directory except its weights, with what has changed in config.json."""
+    _write_json(output / "config.json", with_weights(read_object(source / "config.json"), arch, dtype))
     for name in COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, output / name)
@@ -243,6 +290,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_upload(given.push_to_hub)
         elif given.private:
             raise InputError("--private needs --push-to-hub OWNER/NAME: add it, or leave it out")
+        origin = RECIPE.get()
+        config, lines = as_trained(config, origin.given if origin else ())
+        if is_first():
+            for line in lines:
+                print(f"dapo_jax: {line}", file=sys.stderr)
         step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
         if is_first():
             print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")

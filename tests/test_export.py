@@ -28,6 +28,7 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
+from dapo_jax.monitor.records import write_config
 from dapo_jax.progress import Progress
 from dapo_jax.settings import actor_settings, critic_settings
 
@@ -62,6 +63,7 @@ def save_checkpoint(config, step=3, mesh=None):
     models = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, shape)
     checkpoints.save(models, Progress(step=step), {"next_prompt": np.zeros(1)})
     checkpoints.close()
+    write_config(config.workdir, dataclasses.asdict(config))
     return values.actor.params
 
 
@@ -144,8 +146,10 @@ def test_a_random_models_export_is_the_checkpoint_and_has_its_tokenizer(run, tmp
     assert_transformers_has_the_tokenizer(tmp_path / "new", character_tokenizer())
     with pytest.raises(ValueError, match=re.escape("--step=4 must be a checkpoint") + r".* one of \[3, 12\]"):
         export(config, tmp_path / "out", step=4)
-    for name, value in (("model.random.hidden_size", 64), ("model.lora.rank", 2)):
-        with pytest.raises(ValueError, match=f"step 12 in workdir={run[0]} must be of the model in the config"):
+    for name, value in (("model.random.hidden_size", 64), ("model.lora.rank", 2), ("seed", 9), ("model.path", "x/y")):
+        with pytest.raises(
+            ValueError, match=f"{name}={value} contradicts the run in workdir={run[0]}, .*: leave it out"
+        ):
             export(small_config(run[0], **{name: value}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -158,10 +162,13 @@ def test_only_the_policy_is_read_on_any_mesh_without_an_accelerator(run, tmp_pat
     assert_equal(loaded(tmp_path / "out"), run[1][12])
 
 
-def test_a_directorys_own_files_are_kept_and_only_the_dtype_changes(tmp_path):
+def test_a_directorys_own_files_are_kept_but_for_what_no_longer_holds_in_config_json(tmp_path):
     source = hf_directory(tmp_path / "model", "qwen3_qknorm")
     (source / "special_tokens_map.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"old weights")
+    stale = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoModel": "own.Model"}}
+    hf = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(hf | stale))
     config = small_config(tmp_path / "run", **{"model.path": str(source)}, **NO_DATA)
     params = save_checkpoint(config)
     export(config, tmp_path / "out")
@@ -170,7 +177,10 @@ def test_a_directorys_own_files_are_kept_and_only_the_dtype_changes(tmp_path):
     for name in files - {"config.json", "model.safetensors", "README.md"}:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     hf, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", source))
-    assert hf == original | {"dtype": "bfloat16"} and original["dtype"] == "float32"
+    for key in stale:
+        del original[key]
+    both = {"dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_theta": 1e6, "rope_scaling": None}
+    assert hf == original | both and original["dtype"] == "float32"
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype.name for tensor in tensors.values()} == {"bfloat16"}
     rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype(np.float32), params)
@@ -207,7 +217,7 @@ def test_transformers_computes_our_logits_and_token_ids_from_an_export(tmp_path,
         assert_transformers_has_the_tokenizer(tmp_path / "out", load_tokenizer(source))
 
 
-def test_adapters_are_merged_or_written_alone_with_the_names_that_peft_reads(tmp_path):
+def test_adapters_are_merged_or_written_alone_with_the_names_that_peft_reads(tmp_path, capsys):
     source = hf_directory(tmp_path / "model", "qwen3_qknorm")
     lora = {"model.lora.rank": 2, "model.lora.alpha": 3.0, "model.lora.target_modules": ("all-linear",)}
     config = small_config(tmp_path / "run", **{"model.path": str(source)}, **lora)
@@ -235,8 +245,25 @@ def test_adapters_are_merged_or_written_alone_with_the_names_that_peft_reads(tmp
     described = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
     assert described["target_modules"] == list(TARGETS)
     assert described["r"] == 2 and described["base_model_name_or_path"] == str(source)
-    with pytest.raises(ValueError, match="--adapter needs a run with adapters"):
+    assert described["lora_alpha"] == 3.0
+
+    # The command takes the model from the run, whatever the recipe says, and refuses options that contradict it.
+    command = [f"--config={CONFIGS / 'tiny.py'}", f"--config.workdir={tmp_path / 'run'}", "--dtype=float32"]
+    main([*command, f"--output={tmp_path / 'again'}"])
+    assert_equal(loaded(tmp_path / "again"), loaded(tmp_path / "merged"))
+    line = capsys.readouterr().err
+    assert re.search(f"as in the run .*: model.path={source} .not random., .*model.lora.alpha=3.0 .not 16.0.", line)
+    assert str(source.name) in (tmp_path / "again" / "README.md").read_text()
+    with pytest.raises(SystemExit):
+        main([*command, "--config.model.lora.alpha=64", f"--output={tmp_path / 'none'}"])
+    message = "model.lora.alpha=64.0 contradicts the run in workdir=.*, which was trained with 3.0: leave it out"
+    assert re.search(message, capsys.readouterr().err) and not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match="model.lora.rank=0 contradicts"):
         export(small_config(tmp_path / "run", **{"model.path": str(source)}), tmp_path / "none", adapter=True)
+    plain = small_config(tmp_path / "plain", **{"model.path": str(source)})
+    save_checkpoint(plain)
+    with pytest.raises(ValueError, match="--adapter needs a run with adapters"):
+        export(plain, tmp_path / "none", adapter=True)
 
 
 def write_gguf(path, arch, pre):
@@ -304,9 +331,14 @@ def test_a_gguf_model_becomes_a_directory_with_its_tokenizer(tmp_path, name, pre
 
 def test_without_a_checkpoint_or_into_something_nothing_is_written(tmp_path):
     config, held = small_config(tmp_path / "run"), tmp_path / "held"
-    with pytest.raises(ValueError, match=f"workdir={config.workdir} must be that of a run that has saved a checkpoint"):
+    with pytest.raises(ValueError, match=f"workdir={config.workdir} must be that of a run, but holds no config.json"):
         export(config, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+    write_config(config.workdir, dataclasses.asdict(config))
+    with pytest.raises(
+        ValueError, match="must be that of a run that has saved a checkpoint, but .*checkpoints holds none"
+    ):
+        export(config, tmp_path / "out")
     held.mkdir()
     (held / "model.safetensors").write_bytes(b"precious")
     with pytest.raises(ValueError, match=f"--output={held} must be a new or an empty directory"):
@@ -316,7 +348,7 @@ def test_without_a_checkpoint_or_into_something_nothing_is_written(tmp_path):
 
 def test_the_command_ends_with_one_line_on_what_is_wrong(tmp_path, capsys):
     command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={tmp_path}", "--output", str(tmp_path / "out")]
-    for argument, message in (("seed=0", "holds none"), ("mesh.fsdp=3", "holds none")):
+    for argument, message in (("seed=0", "holds no config.json"), ("mesh.fsdp=3", "holds no config.json")):
         with pytest.raises(SystemExit) as error:
             main([*command, f"--config.{argument}"])
         assert error.value.code == 2 and re.fullmatch(f"dapo_jax: .*{message}.*\n", capsys.readouterr().err)

@@ -9,7 +9,7 @@ from models.checkpoints import DATA, place, score
 from dapo_jax.models.architecture import Experts, Layer
 from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
-from dapo_jax.models.hf_config import hf_config
+from dapo_jax.models.hf_config import hf_config, with_weights
 from dapo_jax.models.load import load_params
 from dapo_jax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 from dapo_jax.models.weights import init_params, weight_table
@@ -65,6 +65,22 @@ def test_a_config_of_hugging_faces_read_and_written_says_the_same(path):
     assert {name: found[name] for name in found.keys() & original.keys()} == {
         name: original[name] for name in found.keys() & original.keys()
     }
+
+
+@pytest.mark.parametrize("path", sorted(DATA.iterdir()), ids=lambda path: path.name)
+def test_a_config_for_weights_of_ours_says_the_same_in_both_spellings(path):
+    arch, original = read_architecture(path), json.loads((path / "config.json").read_text())
+    stale = {"quantization_config": {}, "auto_map": {}, "original_max_position_embeddings": None}
+    found = with_weights(original | stale, arch, "bfloat16")
+    assert not stale.keys() & found.keys()
+    assert found["torch_dtype"] == found["dtype"] == "bfloat16"
+    assert found["tie_word_embeddings"] == arch.tie_embeddings
+    unchanged = original.keys() - {"torch_dtype", "dtype"}
+    assert {key: found[key] for key in unchanged} == {key: original[key] for key in unchanged}
+    for spelling in (["rope_parameters"], ["rope_theta", "rope_scaling", "rope_local_base_freq"]):
+        assert architecture_from_hf({key: value for key, value in found.items() if key not in spelling}) == arch
+    if arch.experts is not None:
+        assert found["num_experts"] == found["num_local_experts"] == arch.experts.number
 
 
 def test_several_ends_of_sequence_are_a_list():
