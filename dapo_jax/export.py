@@ -96,7 +96,9 @@ def export(
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config)
-    mesh, params = _trained(config, arch, step)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_mesh(config, arch, mesh, training=False)
+    params = trained_params(Trained(config, step), arch, mesh)
     card = model_card(config, step, adapter=adapter) if is_first() else None
     write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card)
     return step
@@ -214,13 +216,6 @@ def _chosen_step(config: Config, step: int | None) -> int:
     if step is not None and step not in saved:
         raise InputError(f"--step={step} must be a checkpoint of workdir={workdir}: choose one of {saved}")
     return saved[-1] if step is None else step
-
-
-def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[str, Any]]:
-    """The mesh, and the policy's trained parameters after `step`: all weights, or the adapters."""
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    check_mesh(config, arch, mesh, training=False)
-    return mesh, trained_params(Trained(config, step), arch, mesh)
 
 
 def _copy_description(source: Path, arch: Architecture, output: Path, dtype: str) -> None:
