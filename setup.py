@@ -36,7 +36,7 @@ setup(
         "pyarrow>=18",
         "safetensors>=0.5",
         "tokenizers>=0.21",
-        "jinja2>=3.1",
+        "jinja2>=3.1.6",  # the sandbox of earlier ones has ways out
         "math-verify>=0.8",
         "tqdm>=4.66",
         "pyyaml>=6",

@@ -120,7 +120,8 @@ def read_model(config: Config, option: str = "model.path") -> tuple[Architecture
     """
     trained = find_trained(config.model.path)
     if trained is not None:
-        return read_model(trained.config, option)
+        arch, tokenizer = read_model(trained.config, option)
+        return arch, dataclasses.replace(tokenizer, keeps_special=config.reward.keep_special_tokens)
     if config.model.path != RANDOM:
         path = model_at(config.model.path, weights=False)
         arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
@@ -143,6 +144,7 @@ def read_model(config: Config, option: str = "model.path") -> tuple[Architecture
         )
     if arch.scalar_head:
         raise InputError(f"{option}={config.model.path} is a sequence-classification model: give a language model")
+    tokenizer = dataclasses.replace(tokenizer, keeps_special=config.reward.keep_special_tokens)
     return arch, _fitted(tokenizer, arch.vocab_size, f"{option}={config.model.path}")
 
 

@@ -54,6 +54,7 @@ from dapo_jax.settings import compute_dtype
 OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
     *("data.system_prompt", "data.chat_template_kwargs", "model.dtype", "rollout.stop"),
+    "reward.keep_special_tokens",
     *("evaluate.n", "evaluate.temperature", "evaluate.top_p", "evaluate.top_k"),
 )
 METRICS, GENERATIONS = "metrics.json", "generations.jsonl"  # of the command's output

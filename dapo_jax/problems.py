@@ -178,6 +178,12 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
     order = PromptOrder(max(len(train_set), 1), seed=config.seed, shuffle=config.data.shuffle)
     problems = Problems(train_set, task_sets, order, chosen(function))
     _warn_of_data(config, problems)
+    if tags := tokenizer.tags_without_text:
+        logger.warning(
+            "no verifier sees %s: they are special tokens of the tokenizer, which have no text in responses; set "
+            "reward.keep_special_tokens=True if one reads them",
+            ", ".join(tags[:10]),
+        )
     if jax.process_count() > 1:
         check_agreement(problems.checksums())
     return problems

@@ -233,6 +233,7 @@ class RewardConfig:
     num_workers: Annotated[Positive[int], at_most(1024)] = 2  # verifier processes
     timeout_s: Positive[float] = 10.0  # seconds that one sample's verification may take
     memory_limit_mb: ZeroIsNone = 4096  # MiB that a verifier process may write to (Linux); 0 = none
+    keep_special_tokens: bool = False  # in the text that verifiers see, end tokens excepted (<think> may be one)
     error_score: float | None = None  # of a failed verification; null = the verifier's lowest, 0 for your own function
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)

@@ -15,7 +15,7 @@ from etils import epath
 
 from dapo_jax.data.other_files import describe_columns, wrong_path
 from dapo_jax.data.published import in_verl_schema
-from dapo_jax.data.row_schema import Problem, read_row
+from dapo_jax.data.row_schema import Problem, read_row, without_nulls
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 from dapo_jax.hub.repositories import data_files
@@ -32,7 +32,7 @@ def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt") -> li
 
     A row has `prompt` (text, or a list of {role, content}, which may be JSON text; `prompt_key` names another column),
     `data_source`, `reward_model.ground_truth` (text, a number, which becomes its shortest text, or any other JSON) and,
-    optionally, `extra_info`.
+    optionally, `extra_info`, and `tools` and `chat_template_kwargs` for the chat template.
 
     Raises:
         ValueError: bad rows, by file, row and field; or a missing, empty or unknown file.
@@ -46,6 +46,8 @@ def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt") -> li
                 break
             num_read += 1
             record = in_verl_schema(source, record)
+            if path.suffix == ".parquet" and isinstance(record, dict):
+                record = without_nulls(record, prompt_key)
             row, row_problems = read_row(record, prompt_key, f"{path} row {number}")
             bad_rows.add(number, record, row_problems)
             if row is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.data.rows import PromptRow, duplicate_rows, prompt_identity
+from dapo_jax.data.rows import PromptRow, duplicate_rows
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 
@@ -70,15 +70,16 @@ def tokenize_prompts(
         raise InputError(f"truncation={truncation!r} must be one of {', '.join(TRUNCATIONS)}: correct it")
     if max_prompt_length < 1:
         raise InputError(f"max_prompt_length={max_prompt_length} must be at least 1: raise it")
-    known: dict[str, list[int]] = {}  # published data sets repeat a prompt up to a hundred times
-    encoded = []
-    for row in rows:
-        identity = prompt_identity(row.prompt)
-        if identity not in known:
-            known[identity] = tokenizer.encode_prompt(
-                row.prompt, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
-            )
-        encoded.append(known[identity])
+    identities = [row.identity[0] for row in rows]
+    distinct = dict(zip(identities, rows, strict=True))  # published data sets repeat a prompt up to a hundred times
+    tokens = tokenizer.encode_prompts(
+        [row.prompt for row in distinct.values()],
+        system_prompt=system_prompt,
+        chat_template_kwargs=chat_template_kwargs,
+        template_kwargs=[row.template_kwargs for row in distinct.values()],
+    )
+    known = dict(zip(distinct, tokens, strict=True))
+    encoded = [known[identity] for identity in identities]
     overlong = [index for index, tokens in enumerate(encoded) if len(tokens) > max_prompt_length]
     max_length = max(map(len, encoded), default=0)
     if [] in encoded:
@@ -125,18 +126,21 @@ def hinted_prompts(
     Raises:
         ValueError: a prompt without a user turn.
     """
-    return [
-        tokenizer.encode_prompt(_with_hint(row), system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs)
-        for row in rows
-    ]
+    return tokenizer.encode_prompts(
+        [_with_hint(row, tokenizer.special_tokens.get("bos_token", "")) for row in rows],
+        system_prompt=system_prompt,
+        chat_template_kwargs=chat_template_kwargs,
+        template_kwargs=[row.template_kwargs for row in rows],
+    )
 
 
-def _with_hint(row: PromptRow) -> tuple[dict, ...] | str:
+def _with_hint(row: PromptRow, bos_token: str) -> tuple[dict, ...] | str:
     if not row.extra_info.get("solution") and row.ground_truth is None:
         raise InputError(f"{row.origin} needs extra_info.solution or a ground truth for the hint of adv_estimator=cpo")
     hint = str(row.extra_info.get("solution") or row.truth_text)
     if isinstance(row.prompt, str):
-        return f"{hint}\n{row.prompt}"
+        begin = bos_token if row.prompt.startswith(bos_token) else ""
+        return f"{begin}{hint}\n{row.prompt.removeprefix(bos_token)}"
     turns = [index for index, message in enumerate(row.prompt) if message["role"] == "user"]
     if not turns:
         raise InputError(f"a prompt needs a user turn for the hint of adv_estimator=cpo, this has none: {row.prompt}")

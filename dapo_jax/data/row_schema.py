@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -10,6 +11,12 @@ from dapo_jax.data.json_values import plain
 from dapo_jax.data.rows import PromptRow
 
 MAX_NESTING = 100  # levels of lists and objects in a row
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+# Text that is like a list of messages, as Python or NumPy prints it, or the JSON of another form of them.
+_PRINTED = re.compile(
+    r"""\s*(array\()?[\[(]\s*\{(?=.*['"](role|from)['"]\s*:)(?=.*['"](content|value)['"]\s*:)\s*['"].*[\])]\s*""",
+    re.DOTALL,
+)
 
 
 class Problem(NamedTuple):
@@ -38,7 +45,7 @@ def read_row(record: Any, prompt_key: str, origin: str) -> tuple[PromptRow | Non
             return None, [Problem(f"{key} unfit", f"{key} {rule}")]
     reward_model, extra_info = record.get("reward_model"), record.get("extra_info")
     reward_model = reward_model if isinstance(reward_model, dict) else {}
-    prompt = _messages(record.get(prompt_key))
+    prompt = _from_json(record.get(prompt_key), list, _is_chat)
     data_source: Any = record.get("data_source")
     extra_info = {} if extra_info is None else extra_info
     problems = []
@@ -65,23 +72,68 @@ def read_row(record: Any, prompt_key: str, origin: str) -> tuple[PromptRow | Non
         )
     if not isinstance(extra_info, dict):
         problems.append(_problem("extra_info", extra_info, "must be an object: write one or leave it out"))
+    elif isinstance(prompt, str) and _PRINTED.fullmatch(prompt):
+        problems.append(
+            _problem(
+                prompt_key,
+                prompt,
+                "must be a list of messages, each with text as role and content, or its JSON text, not text that only "
+                "looks like one: write the list itself, or json.dumps of it",
+            )
+        )
+    template_kwargs, fault = _template_kwargs(record, prompt)
+    problems += fault
     if problems:
         return None, problems
     if not isinstance(prompt, str):  # a Parquet column gives every message the union of all keys
         prompt = tuple({key: value for key, value in entry.items() if value is not None} for entry in prompt)
-    return PromptRow(prompt, data_source, truth, extra_info, origin), []
+    return PromptRow(prompt, data_source, truth, extra_info, origin, template_kwargs), []
 
 
-def _messages(prompt: Any) -> Any:
-    """The chat messages in a prompt that is their JSON text; any other prompt unchanged."""
-    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+def without_nulls(record: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
+    """A row of a Parquet file without the nulls in what its chat template reads.
+
+    A column of objects gives each of them, at every level, the union of all keys.
+    """
+    return {
+        key: _without_nulls(value) if key in (prompt_key, *TEMPLATE_COLUMNS) else value for key, value in record.items()
+    }
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return value
+
+
+def _from_json(value: Any, kind: type, is_valid: Callable[[Any], bool]) -> Any:
+    """What a text is the JSON of, if that is a valid `kind`; any other value unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] == ("[" if kind is list else "{"):
         try:
-            value = json.loads(prompt)
+            found = json.loads(value)
         except (ValueError, RecursionError):
-            return prompt
-        if _is_chat(value) and _unfit(value) is None:
             return value
-    return prompt
+        if isinstance(found, kind) and is_valid(found) and _unfit(found) is None:
+            return found
+    return value
+
+
+def _template_kwargs(record: Mapping[str, Any], prompt: Any) -> tuple[dict[str, Any], list[Problem]]:
+    """The variables that a row gives the chat template, and what is wrong with them."""
+    tools = _from_json(record.get("tools"), list, lambda found: all(isinstance(tool, dict) for tool in found))
+    given = _from_json(record.get("chat_template_kwargs"), dict, lambda found: True)
+    problems = []
+    if not isinstance(tools, list | None):
+        problems.append(_problem("tools", tools, "must be a list of objects, their JSON text or null: correct it"))
+    if not isinstance(given, dict | None) or {"messages", "add_generation_prompt"} & {*(given or ())}:
+        rule = "must be an object without messages and add_generation_prompt, its JSON text or null: correct it"
+        problems.append(_problem("chat_template_kwargs", given, rule))
+    if isinstance(prompt, str) and (tools or given) and not problems:
+        rule = "needs a prompt of messages, since text goes through no chat template: write messages or leave it out"
+        problems.append(_problem("tools" if tools else "chat_template_kwargs", tools or given, rule))
+    return {} if problems else {**(given or {}), **({"tools": tools} if tools else {})}, problems
 
 
 def _ground_truth(reward_model: Mapping[str, Any]) -> tuple[Any, bool]:

@@ -1,8 +1,9 @@
 """Host: one row of prompt data, from a file or a generator."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 
@@ -15,6 +16,7 @@ class PromptRow:
     ground_truth: Any  # text, or plain JSON: a Boolean, list, object or None
     extra_info: dict
     origin: str = field(default="a generated row", compare=False)  # file and row, for messages
+    template_kwargs: dict = field(default_factory=dict)  # more variables for the chat template, such as tools
 
     @property
     def truth_text(self) -> str:
@@ -36,12 +38,13 @@ class PromptRow:
     @property
     def identity(self) -> tuple[str, str]:
         """Equal only for rows with the same prompt and ground truth."""
-        return prompt_identity(self.prompt), json.dumps(self.ground_truth, sort_keys=True)
+        prompt = prompt_identity(self.prompt, self.template_kwargs)
+        return prompt, json.dumps(self.ground_truth, sort_keys=True)
 
 
-def prompt_identity(prompt: tuple[dict, ...] | str) -> str:
+def prompt_identity(prompt: tuple[dict, ...] | str, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
     """A string that only equal prompts share."""
-    return json.dumps(prompt, sort_keys=True, default=repr)
+    return json.dumps([prompt, dict(template_kwargs)], sort_keys=True, default=repr)
 
 
 def duplicate_rows(rows: Iterable[PromptRow]) -> int:

@@ -1,128 +1,35 @@
-"""Host: a sandbox for the Jinja templates of foreign models: no way to Python, and limits of time and size.
+"""Host: a model's chat template as text to text, in Jinja's immutable sandbox.
 
-Jinja's own sandbox keeps a template from Python's internals and from changing its input, but lets it loop for hours or
-build gigabytes of text in one operation. Here, whatever builds large values from small ones is checked first.
+The sandbox keeps a template from Python's internals and from changing its input. It may still loop for hours or build
+gigabytes: `template_worker.py` runs it in a process with limits.
 """
 
+import datetime
 import functools
 import json
-import re
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError
+import jinja2
+import jinja2.meta
 from jinja2.ext import Extension
-from jinja2.nodes import Concat, Node, Scope
+from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TIME_LIMIT_S = 10.0  # for one rendering; real ones take milliseconds
-MAX_LENGTH = 10_000_000  # characters of a text, or items of a list
-MAX_BITS = 10_000  # of an integer
-
-_SIZED = (str, bytes, list, tuple)
-# A width or precision of five digits, or one that is an argument: in %-formats and in brace formats.
-_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{5})")
-_WIDE_BRACES = re.compile(r"\{[^{}]*(?:\{|\d{5})")
-# Methods of texts and numbers, and filters, that take a size or make a longer text.
-_GROWING = {
-    "batch",
-    "center",
-    "expandtabs",
-    "indent",
-    "ljust",
-    "rjust",
-    "round",
-    "slice",
-    "to_bytes",
-    "tojson",
-    "truncate",
-    "urlize",
-    "wordwrap",
-    "xmlattr",
-    "zfill",
-}
+# Today, as templates see it: the same run must have the same prompts tomorrow. It is the fall-back of Llama's own
+# templates, which take another day as chat_template_kwargs={"date_string": ...}.
+PROMPT_DATE = datetime.datetime(2024, 7, 26)
+MAX_LENGTH = 10_000_000  # characters of a text
+HERE = "@@here@@ "  # where a message is to be continued; the space shows whether the template trims messages
 
 
-@contextmanager
-def time_limit() -> Iterator[None]:
-    """Raises TimeoutError in the body after TIME_LIMIT_S; restores the timer and handler that were set before.
+class Failure(NamedTuple):
+    """Why a template gave no text."""
 
-    It works on the main thread alone, where Python delivers signals. On other threads only the size limits hold; a
-    template still ends there, since Jinja has no infinite loop, but nested ranges can take long.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> NoReturn:
-        raise TimeoutError(f"still running after {TIME_LIMIT_S:g} s")
-
-    began = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, stop)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S, 1.0)  # again, where a filter swallows it
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-6), interval)
-
-
-def join(parts: Iterable[str]) -> str:
-    """The parts as one text. SecurityError as soon as it is too long."""
-    kept, length = [], 0
-    for part in parts:
-        length += len(part)
-        _limit(length)
-        kept.append(part)
-    return "".join(kept)
-
-
-class _Generator(CodeGenerator):
-    def visit_Concat(self, node: Concat, frame: Frame) -> None:
-        self.write("environment.concat(map(str, (")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write(")))")
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which an operation that makes too large a value is a SecurityError, and nothing is random."""
-
-    code_generator_class = _Generator
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-    concat = staticmethod(join)  # pyright: ignore[reportAssignmentType]
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        del self.filters["random"], self.globals["lipsum"]  # the same run must have the same prompts
-        self.filters["tojson"] = _to_json
-        for name in self.filters.keys() & (_GROWING | {"format", "join", "replace"}):
-            self.filters[name] = _asking_first(name, self.filters[name])
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_operation(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Context, function: Any, *arguments: Any, **options: Any) -> Any:  # pyright: ignore
-        subject = getattr(function, "__self__", None)
-        if isinstance(subject, str | bytes | int):
-            function = _asking_first(function.__name__, function, subject)
-        return super().call(context, function, *arguments, **options)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if super().wrap_str_format(value) is not None:
-            _check_format(_WIDE_BRACES, value.__self__.replace("{{", "").replace("}}", ""))
-        return super().wrap_str_format(value)
+    kind: str  # name of the exception's class
+    reason: str
+    refused: bool  # True if the template itself raised it, by raise_exception
 
 
 class Generation(Extension):
@@ -136,68 +43,64 @@ class Generation(Extension):
         return Scope(body, lineno=line)
 
 
-def _asking_first(name: str, function: Callable[..., Any], *subject: Any) -> Callable[..., Any]:
-    """The filter or method with its arguments checked first; `subject` is the object of a method."""
+def render(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], continues: bool
+) -> str | Failure:
+    """The text of `messages`, or why there is none.
 
-    @functools.wraps(function)
-    def ask(*arguments: Any, **options: Any) -> Any:
-        if name == "join":
-            position = next((i for i, value in enumerate(arguments) if hasattr(value, "__iter__")), 0)
-            items = list(arguments[position])
-            arguments = (*arguments[:position], items, *arguments[position + 1 :])
-            between = max(len(text) for text in ("", *_texts([*subject, *arguments, *options.values()])))
-            length = 0
-            for item in items:
-                length += len(str(item)) + between
-                _limit(length)
-        values = [*subject, *arguments, *options.values()]
-        texts = _texts(values)
-        if name == "replace" and len(texts) >= 3:
-            _limit(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
-        elif name == "format" and texts:
-            _check_format(_WIDE_PERCENT, texts[0])
-        elif name == "translate" and texts and isinstance(arguments[0], dict):
-            _limit(len(texts[0]) * max((len(str(value)) for value in arguments[0].values()), default=0))
-        elif name in _GROWING:
-            for value in values:
-                if isinstance(value, int):
-                    _limit(abs(value))
-        return function(*arguments, **options)
-
-    return ask
+    Args:
+        variables: what the template sees besides the messages.
+        continues: the text ends within the last message, after its content (Hugging Face's continue_final_message).
+    """
+    content = messages[-1]["content"] if continues else ""
+    shown = [*messages[:-1], {**messages[-1], "content": content + HERE}] if continues else list(messages)
+    try:
+        text = _compiled(template).render({**variables, "messages": shown})
+        if len(text) > MAX_LENGTH:
+            raise OverflowError(f"a text of more than {MAX_LENGTH} characters")
+        return _until_here(text, content) if continues else text
+    except Exception as error:  # a template is a foreign program: it may raise anything
+        return Failure(type(error).__name__, str(error)[:1000], type(error) is jinja2.TemplateError)
 
 
-def _texts(values: Iterable[Any]) -> list[str]:
-    return [value for value in values if isinstance(value, str)]
+def variables_read(template: str) -> list[str]:
+    """The variables that the template reads and does not set; none if it cannot be parsed."""
+    try:
+        return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
+    except Exception:  # rendering it gives the reason
+        return []
 
 
-def _check_format(wide: re.Pattern[str], text: str) -> None:
-    if wide.search(text):
-        raise SecurityError("a format with a width or precision of five digits, or one that is an argument")
+def _until_here(text: str, content: str) -> str:
+    cut = text.rfind(HERE.strip())
+    if cut < 0 or content.strip() not in text[:cut]:
+        raise jinja2.TemplateRuntimeError(
+            "it does not write the assistant's last message as it is, so that message cannot be continued"
+        )
+    return text[:cut] if text.startswith(HERE, cut) else text[:cut].rstrip()
 
 
-def _check_operation(operator: str, left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > MAX_BITS:
-            raise SecurityError(f"an integer of more than {MAX_BITS} bits")
-    elif operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
-        _limit(len(left) + len(right))
-    elif operator == "*" and isinstance(left, _SIZED) and isinstance(right, int):
-        _limit(len(left) * right)
-    elif operator == "*" and isinstance(left, int) and isinstance(right, _SIZED):
-        _limit(left * len(right))
-    elif operator == "%" and isinstance(left, str):
-        _check_format(_WIDE_PERCENT, left)
-        values = right if isinstance(right, tuple) else (right,)
-        _limit(len(left) + sum(len(str(value)) for value in values))
+@functools.lru_cache
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
 
 
-def _limit(size: int) -> None:
-    if size > MAX_LENGTH:
-        raise SecurityError(f"a text, list or number greater than {MAX_LENGTH}")
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    del environment.filters["random"], environment.globals["lipsum"]  # the same run must have the same prompts
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = PROMPT_DATE.strftime
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Plain JSON; Jinja's own filter escapes for HTML."""
-    return join(json.JSONEncoder(ensure_ascii=ensure_ascii, **options).iterencode(value))
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -12,12 +12,15 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from dapo_jax.data import gguf_tokenizer
-from dapo_jax.data.chat_template import render
+from dapo_jax.data import gguf_tokenizer, tokenizer_files
+from dapo_jax.data.chat_template import Conversation, render
+from dapo_jax.data.tokenizer_files import without_panic
 from dapo_jax.errors import InputError
-from dapo_jax.models.model_files import read_object, unreadable
+from dapo_jax.models.model_files import unreadable
 
 MAX_TOKENS = 2**31
+
+Prompt = Sequence[Mapping[str, Any]] | str  # chat messages, or plain text
 
 
 @dataclass(frozen=True)
@@ -30,54 +33,126 @@ class Tokenizer:
     special_tokens: Mapping[str, str]  # bos_token, eos_token and the like, as chat templates name them
     add_bos: bool  # True if plain text begins with the bos token
     chat_template: str | None
+    origin: str = ""  # the file that it is from; empty for those of this package, whose templates need no limits
+    keeps_special: bool = False  # whether special tokens, other than end tokens, have a text in responses
 
     @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return 1 + max(self.backend.get_vocab().values())
 
+    @property
+    def tags_without_text(self) -> list[str]:
+        """Special tokens such as <think> and </think>, which responses lose: a tag and its end."""
+        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        special -= {*self.special_tokens.values()}
+        pairs = ((tag, f"</{tag[1:]}") for tag in sorted(special) if tag.startswith("<"))
+        return [] if self.keeps_special else [text for tag, end in pairs if end in special for text in (tag, end)]
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Special tokens in the text are recognised; none are added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with without_panic(self.origin):
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. An id beyond the vocabulary, which a padded model may sample, has no text."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of `ids`. An id beyond the vocabulary, which a padded model may sample, has no text.
 
-    def encode_prompt(
+        Args:
+            skip_special_tokens: leave out end tokens, and other special tokens unless `keeps_special`: what verifiers
+                read. False gives all of the text.
+        """
+        if not skip_special_tokens:
+            kept = list(ids)
+        else:
+            kept, skip_special_tokens = [index for index in ids if index not in self.eos_ids], not self.keeps_special
+        with without_panic(self.origin):
+            return self.backend.decode(kept, skip_special_tokens=skip_special_tokens)
+
+    def encode_prompt(self, prompt: Prompt, *, response: str | None = None, **settings: Any) -> list[int]:
+        """`encode_prompts` for one prompt."""
+        return self.encode_prompts([prompt], responses=[response], **settings)[0]
+
+    def encode_prompts(
         self,
-        prompt: Sequence[Mapping[str, Any]] | str,
+        prompts: Sequence[Prompt],
         *,
         system_prompt: str | None,
         chat_template_kwargs: Mapping[str, Any],
-        response: str | None = None,
-    ) -> list[int]:
+        template_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        responses: Sequence[str | None] | None = None,
+    ) -> list[list[int]]:
         """Token ids of chat messages, up to the start of the answer, or of plain text.
 
-        `system_prompt` precedes messages without a system message; None leaves that to the template.
-        Plain text gets neither template nor system prompt. A `response` ends the conversation.
+        `system_prompt` precedes messages without a system message; None leaves that to the template. Messages that end
+        with one of the assistant are the beginning of its answer, which goes on there. Plain text gets neither template
+        nor system prompt. A response ends the conversation.
+
+        Args:
+            template_kwargs: of each prompt, on top of `chat_template_kwargs`.
         """
-        if isinstance(prompt, str):
-            bos = self.encode(self.special_tokens["bos_token"]) if self.add_bos else []
-            return bos + self.encode(prompt + (response or ""))
-        if self.chat_template is None:
+        own = template_kwargs or [{}] * len(prompts)
+        responses = responses or [None] * len(prompts)
+        chats = {
+            index: self._conversation(prompt, system_prompt, {**chat_template_kwargs, **own[index]}, responses[index])
+            for index, prompt in enumerate(prompts)
+            if not isinstance(prompt, str)
+        }
+        texts = dict(zip(chats, self._render(list(chats.values())), strict=True))
+        return [
+            self._encode_text(prompt + (response or "")) if isinstance(prompt, str) else self.encode(texts[index])
+            for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+
+    def _conversation(
+        self,
+        prompt: Sequence[Mapping[str, Any]],
+        system_prompt: str | None,
+        kwargs: Mapping[str, Any],
+        response: str | None,
+    ) -> Conversation:
+        messages: list[Any] = list(prompt)
+        if system_prompt is not None and all(message["role"] != "system" for message in messages):
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        last = messages[-1] if messages else {}
+        begun = last.get("role") == "assistant" and isinstance(last.get("content"), str) and not last.get("tool_calls")
+        if response is not None:
+            begin = messages.pop() if begun else {"role": "assistant", "content": ""}
+            messages.append({**begin, "content": begin["content"] + response})
+        goes_on = response is None
+        return Conversation(messages, self.special_tokens, kwargs, goes_on and not begun, goes_on and begun)
+
+    def _render(self, conversations: Sequence[Conversation]) -> list[str]:
+        if self.chat_template is None and conversations:
             raise InputError(
                 "the tokenizer has no chat template, but the prompt is a list of messages: use an instruct "
                 "model, give prompts as plain text, or add chat_template.jinja to the model's directory"
             )
-        messages = list(prompt)
-        if system_prompt is not None and all(message["role"] != "system" for message in messages):
-            messages = [{"role": "system", "content": system_prompt}, *messages]
-        if response is not None:
-            messages.append({"role": "assistant", "content": response})
-        text = render(
-            self.chat_template,
-            messages,
-            special_tokens=self.special_tokens,
-            add_generation_prompt=response is None,
-            **chat_template_kwargs,
-        )
-        return self.encode(text)
+        return render(self.chat_template or "", conversations, isolated=self.origin != "")
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Plain text after the bos token, if the model wants one and the text does not begin with it.
+
+        A text that begins with the special token with which the chat template begins is a whole prompt as well.
+        """
+        ids = self.encode(text)
+        if not self.add_bos:
+            return ids
+        bos = self.encode(self.special_tokens["bos_token"])
+        begins = ids[: len(bos)] == bos or (ids[:1] and ids[0] in self._added_ids and ids[0] == self._template_start)
+        return ids if begins else bos + ids
+
+    @functools.cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self.backend.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def _template_start(self) -> int | None:
+        """The first token of the chat template's prompts; None without one, or if it refuses a message of a user."""
+        try:
+            chat = Conversation([{"role": "user", "content": "?"}], self.special_tokens)
+            return self.encode(self._render([chat])[0])[0]
+        except (InputError, IndexError):
+            return None
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -100,10 +175,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         known = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < MAX_TOKENS
         if not known or tokenizer.backend.id_to_token(index) is None:
             raise InputError(f"{path}: {name}={index!r} must be a token of the tokenizer: correct its files")
-    for name in ("bos_token", "eos_token", "pad_token"):
-        text = tokenizer.special_tokens.get(name)
-        if text is not None and tokenizer.backend.token_to_id(text) is None:
-            raise InputError(f"{path}: {name}={text!r} must be a token of the tokenizer: correct its files")
     if tokenizer.add_bos and "bos_token" not in tokenizer.special_tokens:
         raise InputError(f"{path}: add_bos_token is true, so there must be a bos_token: name it or set false")
     return tokenizer
@@ -116,6 +187,12 @@ def within_rows(tokenizer: Tokenizer, num_rows: int) -> Tokenizer:
     """
     if tokenizer.vocab_size <= num_rows:
         return tokenizer
+    bos = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("bos_token", ""))
+    if bos is not None and bos >= num_rows:
+        raise InputError(
+            f"{tokenizer.origin}: bos_token={tokenizer.special_tokens['bos_token']!r} has the id {bos}, but the model "
+            f"has {num_rows} embeddings: use the tokenizer that belongs to the model"
+        )
     description = json.loads(tokenizer.backend.to_str())
     description["added_tokens"] = [token for token in description["added_tokens"] if token["id"] < num_rows]
     return dataclasses.replace(tokenizer, backend=tokenizers.Tokenizer.from_str(json.dumps(description)))
@@ -151,26 +228,15 @@ def piece_tokenizer(pieces: Iterable[str], pattern: str, chat_template: str) -> 
 
 
 def _from_directory(directory: Path) -> Tokenizer:
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise InputError(f"{directory} has no tokenizer.json: save the model's fast tokenizer there by AutoTokenizer")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more specific
-        raise unreadable(file, error) from error
-    backend.no_truncation()
-    backend.no_padding()
-    settings = _read_json(directory / "tokenizer_config.json")
-    special_tokens = {}
-    for name, token in settings.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            special_tokens[name] = text
-    eos_ids = _directory_eos_ids(directory, backend, special_tokens)
+    settings = tokenizer_files.read_settings(directory)
+    backend = tokenizer_files.read_backend(directory, settings)
+    special_tokens = tokenizer_files.special_tokens(settings)
+    eos_ids = tokenizer_files.end_ids(directory, backend, special_tokens.get("eos_token"))
     pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
     add_bos = settings.get("add_bos_token")
     if add_bos is None:  # the post-processor of tokenizer.json decides
-        first = backend.encode("").tokens[:1]
+        with without_panic(str(directory / "tokenizer.json")):
+            first = backend.encode("").tokens[:1]
         add_bos = first != [] and first == [special_tokens.get("bos_token")]
     return Tokenizer(
         backend=backend,
@@ -178,52 +244,9 @@ def _from_directory(directory: Path) -> Tokenizer:
         pad_id=eos_ids[0] if pad_id is None else pad_id,
         special_tokens=special_tokens,
         add_bos=add_bos,
-        chat_template=_directory_chat_template(directory, settings.get("chat_template")),
+        chat_template=tokenizer_files.chat_template(directory, settings.get("chat_template")),
+        origin=str(directory / "tokenizer.json"),
     )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
-
-
-def _directory_eos_ids(
-    directory: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
-) -> tuple[int, ...]:
-    """From the first file that names them: generation_config.json, config.json, tokenizer_config.json."""
-    for name in ("generation_config.json", "config.json"):
-        eos = _read_json(directory / name).get("eos_token_id")
-        if eos not in (None, []):
-            return tuple(eos) if isinstance(eos, list) else (eos,)
-    eos = backend.token_to_id(special_tokens.get("eos_token", ""))
-    if eos is None:
-        raise InputError(
-            f"{directory} names no end-of-sequence token: give eos_token_id in generation_config.json or "
-            "config.json, or eos_token in tokenizer_config.json"
-        )
-    return (eos,)
-
-
-def _directory_chat_template(directory: Path, configured: Any) -> str | None:
-    """The first there is: chat_template.jinja, chat_template.json, then `configured` in tokenizer_config.json.
-
-    Of several named templates it is the default one.
-    """
-    file, source = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise unreadable(file, error) from error
-    if (file := directory / "chat_template.json").is_file():
-        configured, source = read_object(file).get("chat_template"), file
-    if isinstance(configured, list) and all(isinstance(entry, dict) for entry in configured):
-        configured = {entry.get("name"): entry.get("template") for entry in configured}.get("default")
-    if not isinstance(configured, str | None):
-        raise InputError(
-            f"{source}: chat_template={str(configured)[:60]!r} must be text, or a list of "
-            "objects with name and template: download it again, or write chat_template.jinja"
-        )
-    return configured
 
 
 def _from_gguf(path: Path) -> Tokenizer:
@@ -245,4 +268,5 @@ def _from_gguf(path: Path) -> Tokenizer:
         special_tokens=special_tokens,
         add_bos=gguf_tokenizer.begins_with_bos(metadata),
         chat_template=chat_template,
+        origin=str(path),
     )

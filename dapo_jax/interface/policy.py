@@ -246,14 +246,9 @@ class Policy:
         data = self.config.data
         if isinstance(prompts, str) or not prompts or any(isinstance(prompt, dict) for prompt in prompts):
             raise InputError("prompts must be a list of texts, or of lists of chat messages, and not empty: correct it")
-        settings: Any = {
-            "system_prompt": data.system_prompt,
-            "chat_template_kwargs": json.loads(data.chat_template_kwargs),
-        }
-        tokens = [
-            self.tokenizer.encode_prompt(prompt if isinstance(prompt, str) else tuple(prompt), **settings)
-            for prompt in prompts
-        ]
+        tokens = self.tokenizer.encode_prompts(
+            prompts, system_prompt=data.system_prompt, chat_template_kwargs=json.loads(data.chat_template_kwargs)
+        )
         longest = max(map(len, tokens), default=0)
         if not all(tokens) or longest > data.max_prompt_length:
             raise InputError(

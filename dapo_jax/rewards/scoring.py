@@ -1,7 +1,7 @@
 """Host: from the verifiers' scores to rewards: adds the reward model's score, overlong penalty and length reward."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,17 +49,25 @@ class ModelScorer:
     system_prompt: str | None
     chat_template_kwargs: dict[str, Any]
 
-    def score(self, prompts: Sequence[Any], responses: Sequence[str]) -> tuple[np.ndarray, Work]:
-        """The reward model's score [B] of each prompt (messages or text) with its response, and the work."""
-        conversations = [
-            self.tokenizer.encode_prompt(
-                prompt,
-                system_prompt=self.system_prompt,
-                chat_template_kwargs=self.chat_template_kwargs,
-                response=response,
-            )[-self.max_length :]
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
+    def score(
+        self,
+        prompts: Sequence[Any],
+        responses: Sequence[str],
+        template_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[np.ndarray, Work]:
+        """The reward model's score [B] of each prompt (messages or text) with its response, and the work.
+
+        Args:
+            template_kwargs: of each prompt, on top of `chat_template_kwargs`.
+        """
+        conversations = self.tokenizer.encode_prompts(
+            prompts,
+            system_prompt=self.system_prompt,
+            chat_template_kwargs=self.chat_template_kwargs,
+            template_kwargs=template_kwargs,
+            responses=responses,
+        )
+        conversations = [tokens[-self.max_length :] for tokens in conversations]
         lengths, rows = np.array([len(tokens) for tokens in conversations]), self.micro_batch_rows
         batches = plan_batches(lengths, rows)
         scores = np.zeros(len(conversations), np.float32)
@@ -143,8 +151,12 @@ def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelSc
         verified: whether a verifier scored the responses; if not, `acc` is dropped.
     """
     num_samples = experience.finished.shape[1]
-    conversations = [prompts.rows[row].prompt for row in experience.rows for _ in range(num_samples)]
-    found, work = scorer.score(conversations, [text for texts in experience.texts for text in texts])
+    rows = [prompts.rows[row] for row in experience.rows for _ in range(num_samples)]
+    found, work = scorer.score(
+        [row.prompt for row in rows],
+        [text for texts in experience.texts for text in texts],
+        [row.template_kwargs for row in rows],
+    )
     found = found.astype(np.float64).reshape(experience.finished.shape)
     score = scorer.function_weight * experience.scores["score"] + scorer.weight * found
     if not verified:

@@ -1,8 +1,11 @@
+import re
 from pathlib import Path
 
+import jinja2
 import pytest
+from packaging.version import Version
 
-from dapo_jax.data.chat_template import render
+from dapo_jax.data.chat_template import Conversation, render
 from dapo_jax.errors import InputError
 
 USER = [{"role": "user", "content": "12 + 7 ="}]
@@ -15,8 +18,9 @@ CHATML, GEMMA2, GEMMA3, QWEN3, SMOLLM3, OLMO, CONSTRUCTS = (
 )
 
 
-def plain(template, messages=USER, **variables):
-    return render(template, messages, special_tokens={"bos_token": "<s>"}, **variables)
+def plain(template, messages=USER, add_generation_prompt=True, special_tokens=(("bos_token", "<s>"),), **arguments):
+    chat = Conversation(messages, dict(special_tokens), arguments, add_generation_prompt)
+    return render(template, [chat], isolated=False)[0]
 
 
 def test_generation_prompt_is_added_unless_declined():
@@ -96,7 +100,7 @@ def test_constructs_of_smollm3_render():
 
 def test_constructs_of_olmo_render():
     tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    text = render(OLMO, [*USER, {"role": "assistant", "content": "19"}, *USER], special_tokens=tokens)
+    text = plain(OLMO, [*USER, {"role": "assistant", "content": "19"}, *USER], special_tokens=tokens)
     turn = "<|user|>\n12 + 7 =\n<|assistant|>\n"
     assert text == f"<|endoftext|>{turn}19<|endoftext|>\n{turn}"
 
@@ -120,6 +124,27 @@ def test_todays_date_never_changes_and_can_be_given():
 def test_failures_of_a_template_are_value_errors_that_say_why(template, message):
     with pytest.raises(ValueError, match=message):
         plain(template)
+
+
+def continued(template, content):
+    messages = [*USER, {"role": "assistant", "content": content}]
+    return render(template, [Conversation(messages, {"bos_token": "<s>"}, {}, False, continues=True)], isolated=False)[
+        0
+    ]
+
+
+def test_a_conversation_that_ends_with_the_assistants_beginning_is_continued_there():
+    head = "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
+    assert continued(CHATML, "Sum: ") == f"{head}Sum: " and continued(CHATML, "") == head
+    assert continued(GEMMA3, " It is \n") == plain(GEMMA3) + "It is"  # which trims what messages say
+    for template in ("{{ messages[0].content }}", "{{ messages[-1].content | replace('i', 'I') }}"):
+        with pytest.raises(InputError, match="does not write the assistant's last message as it is"):
+            continued(template, "It is")
+
+
+def test_the_oldest_jinja_allowed_is_the_first_without_known_ways_out_of_its_sandbox():
+    [floor] = re.findall(r'"jinja2>=([0-9.]+)"', (Path(__file__).parents[2] / "setup.py").read_text())
+    assert Version("3.1.6") <= Version(floor) <= Version(jinja2.__version__)  # CVE-2024-56326, CVE-2025-27516
 
 
 @pytest.mark.parametrize("template", (FOLDER / "forbidden.txt").read_text().splitlines())

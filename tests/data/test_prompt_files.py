@@ -169,6 +169,53 @@ def test_other_text_that_resembles_json_stays_text(text, jsonl, caplog):
     assert read_prompt_files([jsonl({**GOOD, "prompt": text})])[0].prompt == text and not caplog.records
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        str(GOOD["prompt"]),
+        repr(np.array(GOOD["prompt"])),
+        "({'content': 'a', 'role': 'user'},)",
+        '[{"from": "human", "value": "a"}]',
+        '[{"role": "user", "content": null}]',
+    ],
+)
+def test_text_that_looks_like_messages_but_is_none_is_refused(text, jsonl):
+    [line] = refusal(jsonl({**GOOD, "prompt": text}))
+    assert "must be a list of messages" in line and "or json.dumps of it" in line
+    asked = f"{text} What does it print?"
+    assert read_prompt_files([jsonl({**GOOD, "prompt": asked})])[0].prompt == asked
+
+
+def test_tools_and_variables_of_the_chat_template_are_read_and_parquet_fills_them_with_no_null(jsonl, parquet):
+    def called(**arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {**GOOD, "prompt": [*GOOD["prompt"], turn], "tools": [call], "chat_template_kwargs": {"x": arguments}}
+
+    records = [called(a=1), called(b=[2, None]), {**GOOD, "tools": None}]
+    rows = read_prompt_files([parquet(*records), jsonl(*records)])
+    assert rows[:3] == rows[3:]
+    assert rows[1].prompt[1]["tool_calls"] == rows[1].template_kwargs["tools"] == records[1]["tools"]
+    assert rows[1].template_kwargs["x"] == {"b": [2, None]} and rows[2].template_kwargs == {}
+    as_text = {**records[0], "tools": json.dumps(records[0]["tools"]), "chat_template_kwargs": '{"x": {"a": 1}}'}
+    assert read_prompt_files([jsonl(as_text)])[0] == rows[0]
+    assert len({row.identity for row in rows}) == 3
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"tools": "add"}, "tools is 'add' (str), must be a list of objects"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is '[1]' (list), must be an object"),
+        ({"chat_template_kwargs": {"messages": []}}, "must be an object without messages"),
+        ({"prompt": "1 + 1 =", "tools": [{}]}, "tools is '[{}]' (list), needs a prompt of messages"),
+    ],
+)
+def test_tools_and_variables_that_no_template_can_read_are_refused(columns, message, jsonl):
+    [line] = refusal(jsonl({**GOOD, **columns}))
+    assert message in line
+
+
 @pytest.mark.parametrize("truth", [True, None, ["1", 2], [], {"a": [1, None], "b": {"c": 0.5}}])
 def test_other_ground_truths_are_carried_as_they_are(jsonl, parquet, truth):
     assert read_prompt_files([jsonl(with_truth(truth))])[0].ground_truth == truth

@@ -77,6 +77,27 @@ def test_messages_and_system_prompt_reach_the_tokenizer():
     assert texts(tokenize([PromptRow((turn("user", "hi"),), "task", "1", {})], system_prompt="be.")) == ["be.\nhi"]
 
 
+def test_what_a_row_gives_the_template_wins_over_the_configured_and_makes_another_prompt(caplog):
+    chat, template = (turn("user", "a"),), "{{ messages[0].content }}{{ x }}{{ tools | length }}"
+    tokenizer = dataclasses.replace(TOKENIZER, chat_template=template)
+    given = [{"tools": []}, {"x": "c", "tools": [{}]}, {"tools": []}]
+    rows = [PromptRow(chat, "task", "1", {}, template_kwargs=kwargs) for kwargs in given]
+    settings = dict(max_prompt_length=7, truncation="error", filter_overlong=False, system_prompt=None)
+    found = tokenize_prompts(rows, tokenizer, **settings, chat_template_kwargs={"x": "b"})
+    assert texts(found) == ["ab0", "ac1", "ab0"] and duplicate_rows(rows) == 1
+    hints = hinted_prompts(rows, tokenizer, system_prompt=None, chat_template_kwargs={"x": "b"})
+    assert [TOKENIZER.decode(tokens) for tokens in hints] == ["1\nab0", "1\nac1", "1\nab0"]
+
+
+def test_the_hint_of_a_text_follows_its_bos_token():
+    tokenizer = dataclasses.replace(TOKENIZER, add_bos=True, special_tokens={"bos_token": "<pad>"})
+    for prompt in "<pad>3 + 4", "3 + 4":
+        found = hinted_prompts(
+            [PromptRow(prompt, "t", "7", {})], tokenizer, system_prompt=None, chat_template_kwargs={}
+        )
+        assert tokenizer.decode(found[0], skip_special_tokens=False) == "<pad>7\n3 + 4"
+
+
 def test_the_hint_is_the_solution_or_else_the_ground_truth():
     assert hinted("3 + 4", solution="add.", index=1) == "add.\n3 + 4"
     assert hinted("3 + 4", index=1) == hinted("3 + 4", solution="") == hinted("3 + 4", solution=None) == "7\n3 + 4"

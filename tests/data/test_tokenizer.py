@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 
@@ -110,6 +111,68 @@ def test_plain_text_gets_no_template_but_the_bos_token_if_configured_and_a_respo
     assert encode(tokenizer, "hi", "ours", response=" yo") == [256, *tokenizer.encode("hi yo")]
 
 
+def test_text_that_begins_with_the_bos_token_or_as_the_template_does_gets_no_other(directory):
+    tokenizer = load_tokenizer(directory)
+    assert encode(tokenizer, "<start>hi") == encode(tokenizer, "hi") == [256, *tokenizer.encode("hi")]
+    assert encode(tokenizer, "<stop>hi") == [256, 258, *tokenizer.encode("hi")]
+    (directory / "chat_template.jinja").write_text("<stop>{{ messages[0].content }}")
+    tokenizer = load_tokenizer(directory)
+    assert encode(tokenizer, "<stop>hi") == encode(tokenizer, USER) and encode(tokenizer, "<stop>hi")[0] == 258
+    assert encode(tokenizer, "<end>hi")[:2] == [256, 257]
+
+
+def test_messages_that_end_with_the_assistants_are_the_beginning_of_its_answer(tokenizer):
+    begun = (*USER, {"role": "assistant", "content": "It "})
+    whole = (*USER, {"role": "assistant", "content": "It is."})
+    assert text_of(tokenizer, encode(tokenizer, begun)) == "<start>[user]hi<end>[assistant]It "
+    assert encode(tokenizer, begun, response="is.") == encode(tokenizer, USER, response="It is.")
+    calls = (*USER, {**whole[1], "tool_calls": [{"name": "f"}]})  # what follows a call is another turn
+    assert text_of(tokenizer, encode(tokenizer, calls)).endswith("[assistant]It is.<end>[assistant]")
+
+
+def test_responses_have_no_end_token_and_other_special_tokens_if_they_are_kept(tmp_path):
+    added = {"258": {"content": "<stop>", "special": False}, "260": {"content": "<tag>", "special": True}}
+    added |= {"261": {"content": "</tag>", "special": True}, "262": {"content": "<plain>", "special": False}}
+    settings = {"eos_token": "<stop>", "bos_token": "<start>", "added_tokens_decoder": added}
+    tokenizer = load_tokenizer(write_directory(tmp_path, config={"eos_token_id": 0}, tokenizer_config=settings))
+    ids = [*tokenizer.encode("<tag>a</tag><plain><stop>"), 0]
+    assert tokenizer.eos_ids == (0, 258) and tokenizer.decode(ids) == "a<plain>"
+    assert tokenizer.tags_without_text == ["<tag>", "</tag>"]
+    kept = dataclasses.replace(tokenizer, keeps_special=True)
+    assert kept.decode(ids) == "<tag>a</tag><plain>" and kept.tags_without_text == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "special_tokens": {},
+                "pair": [],
+                "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}],
+            }
+        },
+    ],
+)
+def test_a_panic_of_the_library_is_an_error_that_names_the_file(part, directory, capfd):
+    file = directory / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | part))
+    (directory / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer.json makes the tokenizers library panic \(.*download it again"):
+        load_tokenizer(directory).encode("x" * 60)
+
+
+def test_ids_that_files_give_a_token_otherwise_are_warned_of(tmp_path, caplog):
+    path = write_directory(tmp_path, tokenizer_config={"eos_token": "<end>"}, added_tokens={"<new>": 300})
+    assert load_tokenizer(path).encode("<new>") == [260]
+    assert "'<new>' 300, now 260" in caplog.text
+    (tmp_path / "added_tokens.json").write_text('{"<new>": "x"}')
+    with pytest.raises(ValueError, match="added_tokens.json texts to ids"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "add_bos_token, adds_bos, expected",
     [(None, False, False), (None, True, True), (False, True, False), (True, False, True)],
@@ -138,15 +201,16 @@ def test_a_template_file_wins_over_one_in_json_and_that_over_the_configured_one(
 @pytest.mark.parametrize(
     "files, eos_ids",
     [
-        ({"generation_config": {"eos_token_id": [258, 257]}, "config": {"eos_token_id": 256}}, (258, 257)),
-        ({"generation_config": {"eos_token_id": 0}, "config": {"eos_token_id": 256}}, (0,)),
+        ({"generation_config": {"eos_token_id": [258, 257]}, "config": {"eos_token_id": 256}}, (258, 257, 256)),
+        ({"generation_config": {"eos_token_id": 0}, "config": {"text_config": {"eos_token_id": 256}}}, (0, 256)),
+        ({"config": {"eos_token_id": 257}, "tokenizer_config": {"eos_token": "<stop>"}}, (257, 258)),
         ({"generation_config": {"temperature": 1}, "config": {"eos_token_id": [257]}}, (257,)),
         ({"config": {}, "tokenizer_config": {"eos_token": "<stop>"}}, (258,)),
         ({"generation_config": {"eos_token_id": []}, "config": {"eos_token_id": 257}}, (257,)),
         ({"config": {"eos_token_id": None}, "tokenizer_config": {"eos_token": {"content": "<end>"}}}, (257,)),
     ],
 )
-def test_eos_ids_come_from_the_first_file_that_says_and_pad_falls_back_to_eos(tmp_path, files, eos_ids):
+def test_eos_ids_are_those_of_all_files_and_pad_falls_back_to_the_first(tmp_path, files, eos_ids):
     tokenizer = load_tokenizer(write_directory(tmp_path, **files))
     assert tokenizer.eos_ids == eos_ids and tokenizer.pad_id == eos_ids[0]
 
@@ -158,7 +222,6 @@ def test_what_is_missing_in_a_directory_is_named_with_the_cure(tmp_path):
     for files, message in (
         ({}, "no end-of-sequence token: give eos_token_id"),
         ({"config": {"eos_token_id": 999}}, "eos_token_id=999 must be a token"),
-        (end | {"tokenizer_config": {"pad_token": "[PAD]"}}, r"pad_token='\[PAD\]' must be a token"),
         (end | {"tokenizer_config": {"add_bos_token": True}}, "there must be a bos_token"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -213,6 +276,9 @@ def test_added_tokens_beyond_the_embeddings_are_text_like_any_other(gemma):
     num_rows = tokenizer.vocab_size - 1
     assert tokenizer.encode("<image_soft_token>") == [num_rows]
     within = within_rows(tokenizer, num_rows)
+    moved = dataclasses.replace(tokenizer, special_tokens={"bos_token": "<image_soft_token>"})
+    with pytest.raises(ValueError, match=f"bos_token='<image_soft_token>' has the id {num_rows}, but the model has"):
+        within_rows(moved, num_rows)
     assert within.vocab_size == num_rows and max(within.encode("<image_soft_token>")) < num_rows
     assert within.decode(within.encode("<image_soft_token>a<end_of_turn>b")) == "<image_soft_token>ab"
     assert within.encode(" ab<end_of_turn>é") == tokenizer.encode(" ab<end_of_turn>é")

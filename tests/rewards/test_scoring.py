@@ -178,13 +178,16 @@ class LengthScorer:
     weight: float = 1.0
     function_weight: float = 1.0
 
-    def score(self, prompts, responses):
+    def score(self, prompts, responses, template_kwargs):
+        assert template_kwargs == [{"x": prompt} for prompt in prompts]
         pairs = zip(prompts, responses, strict=True)
         return np.array([10 * len(prompt) + len(text) for prompt, text in pairs], "f4"), Work(4.0, 3.0)
 
 
 NO_LENGTH = LengthRewardConfig()
-PROMPT_SET = PromptSet([PromptRow("a" * length, "task", "1", {}) for length in range(4)], [[1]] * 4)
+PROMPT_SET = PromptSet(
+    [PromptRow("a" * n, "task", "1", {}, template_kwargs={"x": "a" * n}) for n in range(4)], [[1]] * 4
+)
 EXPERIENCE = Experience(
     numbers=np.array([8, 9]),
     rows=np.array([3, 1]),
