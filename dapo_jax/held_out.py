@@ -30,6 +30,7 @@ class HeldOut:
     task_sets: tuple[TaskSet, ...]
     sampler: Sampler
     rewards: RewardPipeline
+    max_error_share: float  # of a task set's verifications that may fail, see `total_failure`
     bootstrapped: bool  # see evaluation_metrics
     detailed: bool  # see evaluation_metrics
     shows_progress: bool  # on a terminal
@@ -54,10 +55,10 @@ def evaluate(
         params: training parameters.
         receive: is given each batch of verified responses.
         verdicts_needed: a task set with no verdict at all is an error, not a warning: a policy that cannot answer yet
-            may learn to.
+            may learn to. With a max_error_share below 1 it always is an error.
 
     Raises:
-        RuntimeError: the reward function failed on every response to a task set whose verdicts are needed.
+        RuntimeError: too many verifications failed.
     """
     task_sets = held_out.task_sets
     if not task_sets:
@@ -74,8 +75,9 @@ def evaluate(
                     batches.append(_Measured.of(experience))
                     outcomes.append(experience.outcomes)
                     num_errors += experience.num_errors
-            if failure := total_failure(outcomes, f"evaluation of {task.options.name or 'the held-out problems'}"):
-                if verdicts_needed:
+            what = f"evaluation of {task.options.name or 'the held-out problems'}"
+            if failure := total_failure(outcomes, what, held_out.max_error_share):
+                if verdicts_needed or held_out.max_error_share < 1:
                     raise SharedFailure(failure)
                 logger.warning("%s", failure)
             metrics |= _task_metrics(held_out, prefix, task, _Measured.join(batches))

@@ -256,6 +256,7 @@ def build_held_out(
         task_sets=problems.task_sets,
         sampler=dataclasses.replace(sampler, stage=nullcontext),
         rewards=rewards,
+        max_error_share=config.reward.max_error_share,
         bootstrapped=config.evaluate.bootstrap,
         detailed=config.monitor.detailed_stats,
         shows_progress=shows_progress(config),

@@ -23,6 +23,7 @@ class Answer:
     finish_reason: str = "stop"
     wait_s: float = 0.0  # before the answer
     drip_s: float = 0.0  # between its bytes
+    endless_header: bool = False  # one that drips for ever
 
 
 @dataclass
@@ -69,6 +70,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(answer)
 
     def _send(self, answer: Answer) -> None:
+        if answer.endless_header:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+            while True:
+                self.wfile.write(b"x")
+                self.wfile.flush()
+                time.sleep(0.02)
         choice = {"message": {"role": "assistant", "content": answer.text}, "finish_reason": answer.finish_reason}
         body = answer.body if answer.body is not None else json.dumps({"choices": [choice], "usage": answer.usage})
         self.send_response(answer.status)

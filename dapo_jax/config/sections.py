@@ -208,6 +208,7 @@ class JudgeConfig:
     timeout_s: Positive[float] = 60.0  # seconds for one request
     retries: NotNegative[int] = 5  # after time-outs, lost connections and statuses 408, 429, 500 and above
     backoff_s: Positive[float] = 1.0  # seconds before the first retry; each further wait is twice as long
+    patience_s: NotNegative[float] = 600.0  # seconds without any answer after which the run ends, its state saved
     max_concurrency: Annotated[Positive[int], at_most(1024)] = 32  # requests at a time, of each training process
     max_requests: ZeroIsNone = 0  # of the work directory, retries included: then the run ends; 0 = none
     max_cost: NotNegative[float] = 0.0  # of the work directory, in the currency of the prices; 0 = none
@@ -235,6 +236,7 @@ class RewardConfig:
     memory_limit_mb: ZeroIsNone = 4096  # MiB that a verifier process may write to (Linux); 0 = none
     keep_special_tokens: bool = False  # in the text that verifiers see, end tokens excepted (<think> may be one)
     error_score: float | None = None  # of a failed verification; null = the verifier's lowest, 0 for your own function
+    max_error_share: PositiveShare = 1.0  # the run ends if more of a step's verifications fail; 1 = if all do
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     length: LengthRewardConfig = field(default_factory=LengthRewardConfig)

@@ -16,6 +16,7 @@ OWN_SCORES = (
     *("seq_reward", "overlong_reward", "overlong", "length_reward", "seq_final_reward", "token_level_rewards"),
     "reward_model",
 )
+JUDGE_ERROR = "judge: "  # precedes the error of a verification in which a judge failed
 SCORE = "score "  # precedes the name of a score in a checkpoint
 # In a checkpoint: records of experts of each group's prompt and then of its responses, one after the other, and tokens
 # [Q, 1 + G] of each.
@@ -215,17 +216,27 @@ def describe_failures(parts: Sequence[Outcomes]) -> str:
     error = max(parts, key=lambda part: part.failed.sum()).error
     count = sum(part.failed.size for part in parts)
     share = f"all {count}" if failed == count else f"{failed} of {count}"
-    return f"the reward function failed on {share} responses, most often with {error}"
+    failing = "the judge gave no verdict" if error.startswith(JUDGE_ERROR) else "the reward function failed"
+    return f"{failing} on {share} responses, most often with {error.removeprefix(JUDGE_ERROR)}"
 
 
-def total_failure(parts: Sequence[Outcomes], what: str) -> str | None:
-    """What happened and what to do if every verdict on `what` is a failure; None otherwise, or without verdicts."""
-    if not parts or not all(part.failed.all() for part in parts):
+def total_failure(parts: Sequence[Outcomes], what: str, max_share: float = 1.0) -> str | None:
+    """What happened and what to do if no verification of `what` succeeded, or more than max_share failed; else None.
+
+    Args:
+        max_share: reward.max_error_share.
+    """
+    failed, count = sum(int(part.failed.sum()) for part in parts), sum(part.failed.size for part in parts)
+    if not parts or not (failed == count or failed > max_share * count):
         return None
-    return (
-        f"{what}: {describe_failures(parts)}: correct it, and let it return its lowest score for a response that it "
-        "cannot read (for a time-out, raise reward.timeout_s); then rerun the same command"
+    limit = "" if failed == count else f" (reward.max_error_share={max_share:g})"
+    cure = (
+        "correct it, and let it return its lowest score for a response that it cannot read (for a time-out, raise "
+        "reward.timeout_s)"
     )
+    if max(parts, key=lambda part: part.failed.sum()).error.startswith(JUDGE_ERROR):
+        cure = "correct reward.judge, or see that its endpoint works"
+    return f"{what}: {describe_failures(parts)}{limit}: {cure}; then rerun the same command"
 
 
 def check_score_names(names: Iterable[str]) -> None:

@@ -75,6 +75,7 @@ def accumulate_groups(
     max_wave: int,
     step: int,
     overlaps: bool = False,
+    max_error_share: float = 1.0,
 ) -> Accepted:
     """Samples prompts until `target` groups are kept, or until a policy ends the step.
 
@@ -86,12 +87,15 @@ def accumulate_groups(
         step: training step, from 1.
         overlaps: rounds are decoded while earlier ones are waited for. A stream then is one queue that never runs
             empty, and with leftover=requeue the step ends as soon as its batch is certain.
+        max_error_share: of verifications that may fail, see `total_failure`.
 
     Raises:
         RuntimeError: too few groups, and the policy is error: the message counts the groups that were all right and
-            all wrong, and names the ways out. Or the verification of every response failed.
+            all wrong, and names the ways out. Or too many verifications failed.
     """
-    attempt = _Attempt(start_round, state, prompts, options, target, gen_batch_size, max_wave, step, overlaps)
+    attempt = _Attempt(
+        *(start_round, state, prompts, options, target, gen_batch_size, max_wave, step, overlaps, max_error_share)
+    )
     while not attempt.is_certain() and (attempt.dispatch() or attempt.in_flight):
         if not attempt.streams or attempt.is_full() or not attempt.wants_more():
             attempt.resolve()
@@ -126,6 +130,7 @@ class _Attempt:
     max_wave: int
     step: int
     overlaps: bool
+    max_error_share: float
     rounds: list[Verdicts] = field(default_factory=list)
     kept_groups: list[Experience] = field(default_factory=list)
     dropped_groups: list[Experience] = field(default_factory=list)  # no more than a fall-back can use
@@ -242,7 +247,8 @@ class _Attempt:
             self.dropped_groups.append(round_.experience.select(np.flatnonzero(~round_.keep)[:room]))
 
     def _check_verdicts(self) -> None:
-        if failure := total_failure([round_.outcomes for round_ in self.rounds], f"step {self.step}"):
+        outcomes = [round_.outcomes for round_ in self.rounds]
+        if failure := total_failure(outcomes, f"step {self.step}", self.max_error_share):
             raise SharedFailure(failure)
 
     def _warn_of_many_rounds(self) -> None:

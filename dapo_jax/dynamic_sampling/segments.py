@@ -57,6 +57,7 @@ def accumulate_segments(
     gen_batch_size: int,
     segment_steps: int,
     step: int,
+    max_error_share: float = 1.0,
 ) -> Accepted:
     """The groups that training step `step` trains on; state.begun are those under way.
 
@@ -65,9 +66,10 @@ def accumulate_segments(
         gen_batch_size: prompts per round; a step begins at most max_num_gen_batches rounds.
         segment_steps: training steps that the longest response takes.
         step: training step, from 1.
+        max_error_share: of verifications that may fail, see `total_failure`.
 
     Raises:
-        RuntimeError: the verification of every response failed.
+        RuntimeError: too many verifications failed.
     """
     carried, num_stale = state.fresh(step, options.leftover_max_staleness)
     limit, num_carried = fixed_limit(options), len(carried or ())
@@ -97,7 +99,7 @@ def accumulate_segments(
     num_kept, accepted, left = len(kept or ()), kept, None
     if rounds:
         log_newest(rounds, options, step=step, num_accumulated=num_kept, target=target, last=True)
-        failure = total_failure([round_.outcomes for round_ in rounds], f"step {step}")
+        failure = total_failure([round_.outcomes for round_ in rounds], f"step {step}", max_error_share)
         if failure and len(rounds[0].keep) >= target:  # of few groups, it may be chance
             raise SharedFailure(failure)
     outcome = "partial" if num_kept else "skipped"

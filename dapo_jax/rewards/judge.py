@@ -13,11 +13,14 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 from dapo_jax.config.sections import JudgeConfig
+from dapo_jax.data.experience import JUDGE_ERROR
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
+from dapo_jax.rewards.judge_breaker import Breaker
 from dapo_jax.rewards.judge_client import Reply, RequestFailed, open_endpoint
 from dapo_jax.rewards.judge_prompt import NoVerdict, fill_in, new_tag, read_score, read_template
 from dapo_jax.rewards.judge_store import JudgeStore, Spent
@@ -25,7 +28,6 @@ from dapo_jax.rewards.results import short
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict
 
 MAX_BACKOFF_S = 60.0
-MAX_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is asked again after this
 COUNTS = ("requests", "retries", "cached", "failures", "input_tokens", "output_tokens", "seconds")
 _CLOSE_S = 1.0  # that the end of a run waits for answers on their way
 
@@ -53,6 +55,8 @@ class Judge:
                 "the parts by a tag, which changes with every request (docs/rewards.md)"
             )
         self._endpoint = open_endpoint(settings)
+        self._name = f"the judge {settings.model!r} at reward.judge.base_url={settings.base_url}"
+        self._breaker = Breaker(self._name, patience_s=settings.patience_s, wait_s=settings.backoff_s)
         self._store = JudgeStore(folder / f"answers_{process}.sqlite")
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
         self._taken = self._counts.copy()
@@ -69,8 +73,8 @@ class Judge:
     def submit(self, request: ScoreRequest) -> Future[Verdict]:
         """Starts to judge a response in the background.
 
-        A response that is not judged is a verdict with an error. At a limit of requests or costs, and if answers cannot
-        be kept, the future raises RuntimeError.
+        A response that is not judged is a verdict with an error. If the judge has not answered for patience_s, at a
+        limit of requests or costs, and if answers cannot be kept, the future raises RuntimeError.
         """
         future: Future[Verdict] = Future()
         self._jobs.put((request, future))
@@ -84,15 +88,16 @@ class Judge:
             RuntimeError: it cannot be reached, or a limit is reached.
         """
         request = ScoreRequest(row.data_source, row.truth_text, row.ground_truth, row.extra_info, row.question)
-        at = f"the judge {self._settings.model!r} at reward.judge.base_url={self._settings.base_url}"
         try:
             self._score(request)
         except NoVerdict as problem:
-            _log.warning("%s: %s: such a response counts as wrong (docs/rewards.md)", at, problem)
+            _log.warning("%s: %s: such a response gets no verdict (docs/rewards.md)", self._name, problem)
         except RequestFailed as failure:
             if failure.again:
-                raise RuntimeError(f"{at} cannot be reached ({failure}): start it, then rerun the command") from failure
-            raise InputError(f"{at} refuses a request ({failure}): correct reward.judge") from failure
+                raise RuntimeError(
+                    f"{self._name} cannot be reached ({failure}): start it, then rerun the command"
+                ) from failure
+            raise InputError(f"{self._name} refuses a request ({failure}): correct reward.judge") from failure
 
     def take_counts(self) -> dict[str, float]:
         """COUNTS since the last call, their cost, and the cost of all answers so far, of this process."""
@@ -105,6 +110,7 @@ class Judge:
     def close(self) -> None:
         """Ends it. Responses that wait for a verdict get none."""
         self._stopped.set()
+        self._breaker.stop()
         for _ in self._threads:
             self._jobs.put(None)
         deadline = time.monotonic() + _CLOSE_S
@@ -114,7 +120,7 @@ class Judge:
         cost = f", cost {self._spent_cost(spent):.4g}" if self._spent_cost(spent) else ""
         _log.info("the judge was asked %d times, %d + %d tokens%s; answers are in %s", *spent, cost, self._store.path)
         if not any(thread.is_alive() for thread in self._threads):  # else an answer is still to be kept
-            self._endpoint.client.close()
+            self._endpoint.close()
             self._store.close()
 
     def _work(self) -> None:
@@ -134,7 +140,7 @@ class Judge:
             score = self._score(request)
         except (RequestFailed, NoVerdict) as failure:
             self._count(failures=1)
-            return Verdict({"score": 0.0, "acc": 0.0}, None, short(f"judge: {failure}"))
+            return Verdict({"score": 0.0, "acc": 0.0}, None, short(f"{JUDGE_ERROR}{failure}"))
         return Verdict({"score": score, "acc": float(score >= self._settings.threshold)}, None, None)
 
     def _score(self, request: ScoreRequest) -> float:
@@ -145,10 +151,22 @@ class Judge:
             "ground_truth": truth if isinstance(truth, str) else json.dumps(truth, default=str),
             "max_score": f"{self._settings.max_score:g}",
         }
-        reply = self._reply(values)
+        return self._read(self._reply(values))
+
+    def _read(self, reply: Reply) -> float:
+        """The score, 0 to 1, of a reply. NoVerdict if it has none."""
         if not reply.complete:
             raise NoVerdict("the judge's answer was cut off: raise reward.judge.max_tokens")
         return read_score(reply.text, self._settings.max_score)
+
+    def _kept(self, key: str) -> Reply | None:
+        """The kept reply, if it has a verdict: the judge may have been broken when it gave none."""
+        reply = self._store.find(key)
+        if reply is not None:
+            with suppress(NoVerdict):
+                self._read(reply)
+                return reply
+        return None
 
     def _reply(self, values: Mapping[str, str]) -> Reply:
         """The judge's reply: kept, asked for by another thread, or new."""
@@ -163,7 +181,7 @@ class Judge:
             self._count(cached=1)
             return reply
         try:
-            reply = self._store.find(key)
+            reply = self._kept(key)
             if reply is None:
                 reply = self._ask(fill_in(self._template, {**values, "tag": new_tag()}))
                 self._store.keep(key, reply)
@@ -185,14 +203,15 @@ class Judge:
         self._count(requests=1)
         try:
             for attempt in range(settings.retries + 1):
-                self._begin_request()
                 try:
-                    return self._endpoint.ask(prompt)
+                    with self._breaker.turn():
+                        self._begin_request()
+                        return self._endpoint.ask(prompt)
                 except RequestFailed as failure:
                     if not failure.again or attempt == settings.retries:
                         raise
                     longest = min(settings.backoff_s * 2**attempt, MAX_BACKOFF_S)
-                    wait = max(random.uniform(0.5, 1.0) * longest, min(failure.wait_s, MAX_RETRY_AFTER_S))
+                    wait = max(random.uniform(0.5, 1.0) * longest, failure.wait_s)
                 if self._stopped.wait(wait):
                     raise RequestFailed("the run ended")
                 self._count(retries=1)

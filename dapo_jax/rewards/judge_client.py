@@ -1,8 +1,10 @@
 """Host: one request to an OpenAI-compatible endpoint, `POST {base_url}/chat/completions`."""
 
+import asyncio
 import email.utils
 import json
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 4 << 20  # of an answer
 MAX_QUOTED = 200  # characters of an answer in an error
+MAX_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is asked again after this
 _AGAIN = (408, 429)  # and 500 and above: statuses that may pass
+_GIVEN_UP = ("abort", "error")  # finish_reason of servers that are shut down or fail
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,16 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An open connection to the judge of `settings`. Threads may share it."""
+    """An open connection to the judge of `settings`. Threads may share it.
+
+    Its own thread waits for the answers: httpx limits only each read, and asyncio a whole request.
+    """
 
     settings: JudgeConfig
     extra: dict[str, Any]  # further fields of a request; None leaves a field out
-    client: "httpx.Client" = field(repr=False)
+    client: "httpx.AsyncClient" = field(repr=False)
     key: str = field(repr=False)
+    loop: asyncio.AbstractEventLoop = field(repr=False)
 
     def ask(self, prompt: str) -> Reply:
         """One attempt. RequestFailed if there is no reply."""
@@ -61,9 +69,10 @@ class Endpoint:
             "max_tokens": self.settings.max_tokens,
         } | self.extra
         body = {name: value for name, value in body.items() if value is not None}
+        posted = asyncio.run_coroutine_threadsafe(self._post(json.dumps(body).encode()), self.loop)
         try:
-            status, headers, content = self._post(json.dumps(body).encode())
-        except httpx.TimeoutException as error:
+            status, headers, content = posted.result()
+        except (TimeoutError, httpx.TimeoutException) as error:
             raise RequestFailed(f"no answer within {self.settings.timeout_s:g} s", again=True) from error
         except httpx.TransportError as error:
             raise RequestFailed(self._clean(f"{type(error).__name__}: {error}"), again=True) from error
@@ -73,18 +82,18 @@ class Endpoint:
             raise RequestFailed(f"HTTP status {status}: {text}", again=again, wait_s=_retry_after(headers))
         return self._read(content)
 
-    def _post(self, body: bytes) -> tuple[int, "httpx.Headers", bytes]:
-        """Status, headers and content, all within timeout_s. httpx limits only each read."""
-        import httpx
+    def close(self) -> None:
+        """Closes it."""
+        asyncio.run_coroutine_threadsafe(self.client.aclose(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
-        deadline = time.monotonic() + self.settings.timeout_s
+    async def _post(self, body: bytes) -> tuple[int, "httpx.Headers", bytes]:
+        """Status, headers and content, all within timeout_s; else TimeoutError."""
         content = bytearray()
         url = f"{self.settings.base_url.rstrip('/')}/chat/completions"
-        with self.client.stream("POST", url, content=body) as response:
-            for part in response.iter_bytes():
+        async with asyncio.timeout(self.settings.timeout_s), self.client.stream("POST", url, content=body) as response:
+            async for part in response.aiter_bytes():
                 content += part
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout("too slow")
                 if len(content) > MAX_BYTES:
                     raise RequestFailed(f"an answer of more than {MAX_BYTES >> 20} MiB")
             return response.status_code, response.headers, bytes(content)
@@ -93,6 +102,8 @@ class Endpoint:
         try:
             answer = json.loads(content)
             choice = answer["choices"][0]
+            if choice.get("finish_reason") in _GIVEN_UP:
+                raise RequestFailed(f"the endpoint gave up (finish_reason={choice['finish_reason']!r})", again=True)
             text, usage = choice["message"]["content"], answer.get("usage") or {}
             counts = [usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")]
             if not isinstance(text, str) or not all(type(count) is int and 0 <= count < 1 << 40 for count in counts):
@@ -124,16 +135,19 @@ def open_endpoint(settings: JudgeConfig) -> Endpoint:
         )
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     limits = httpx.Limits(max_connections=settings.max_concurrency, max_keepalive_connections=settings.max_concurrency)
-    client = httpx.Client(headers=headers, timeout=settings.timeout_s, limits=limits)
-    return Endpoint(settings, json.loads(settings.extra_body), client, key)
+    client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="judge requests", daemon=True).start()
+    return Endpoint(settings, json.loads(settings.extra_body), client, key, loop)
 
 
 def _retry_after(headers: "httpx.Headers") -> float:
-    """Seconds that the header Retry-After asks for, as a number or a date; 0 without one."""
+    """Seconds that the header Retry-After asks for, as a number or a date, at most MAX_RETRY_AFTER_S; 0 without one."""
     given = headers.get("retry-after", "")
     if given.isascii() and given.isdigit():
-        return float(given[:9])
+        return min(float(given[:9]), MAX_RETRY_AFTER_S)
     try:
-        return max(email.utils.parsedate_to_datetime(given).timestamp() - time.time(), 0.0)
+        left = email.utils.parsedate_to_datetime(given).timestamp() - time.time()
+        return min(max(left, 0.0), MAX_RETRY_AFTER_S)
     except (ValueError, OverflowError):
         return 0.0

@@ -10,7 +10,7 @@ import numpy as np
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.parallel.processes import gather
+from dapo_jax.parallel.processes import SharedFailure, gather
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers
 
 _WAIT_S = 0.5  # between two checks for a stop request
@@ -51,12 +51,23 @@ class Verification:
         self._on_ended(len(ended))
 
     def wait(self) -> list[Verdict]:
-        """The verdicts of all processes, in the order of the responses."""
+        """The verdicts of all processes, in the order of the responses.
+
+        Raises:
+            SharedFailure: verification cannot continue, in any process.
+        """
         asked = [pair for pair in self._asked if pair is not None]
-        while jax.process_count() == 1 and wait([verdict for _, verdict in asked], timeout=_WAIT_S).not_done:
+        while any(gather(bool(wait([verdict for _, verdict in asked], timeout=_WAIT_S).not_done))):
             self._check()
-        own = self._verifiers.collect([request for request, _ in asked], [verdict for _, verdict in asked])
-        shared = [iter(part) for part in gather([dataclasses.asdict(verdict) for verdict in own])]
+        own, failure = list[Verdict](), ""
+        try:
+            own = self._verifiers.collect([request for request, _ in asked], [verdict for _, verdict in asked])
+        except RuntimeError as error:
+            failure = str(error)
+        found = gather([failure, [dataclasses.asdict(verdict) for verdict in own]])
+        for failure in filter(None, (part[0] for part in found)):
+            raise SharedFailure(failure)
+        shared = [iter(part[1]) for part in found]
         return [Verdict(**next(shared[self._process_of(index)])) for index in range(len(self.texts))]
 
     def cancel(self) -> None:

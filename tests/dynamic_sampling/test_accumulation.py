@@ -8,7 +8,7 @@ import pytest
 from dynamic_sampling.small_groups import NUM_ROWS, Stream, experience, numbers_of, options_of, round_of, run, start
 
 from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
-from dapo_jax.data.experience import concatenate
+from dapo_jax.data.experience import concatenate, total_failure
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
@@ -427,6 +427,22 @@ def test_a_step_in_which_every_verdict_failed_ends_with_the_commonest_error(limi
     options = options_of(target=4, size=2, limit=limit, stream=stream, on_limit="partial", on_empty="skip_step")
     with pytest.raises(RuntimeError, match="step 1: .* failed on all [48] responses, most often with KeyError"):
         accumulate_groups(start_round, start(), source, step=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("errors", "share", "message"),
+    [
+        (["judge: no", "judge: no"], 1.0, r"judge gave no verdict on all 8 .* with no: correct reward.judge, or see"),
+        (["KeyError", "judge: no"], 1.0, "function failed on all 8 .*KeyError: correct it, and let"),
+        (["KeyError", ""], 0.5, None),
+        (["KeyError", ""], 0.4, r"failed on 4 of 8 .* with KeyError \(reward.max_error_share=0.4\): correct it"),
+    ],
+)
+def test_a_step_with_too_many_failed_verdicts_ends_with_the_advice_for_what_failed(errors, share, message):
+    rounds = [failing(index, failed=bool(error)).experience.outcomes for index, error in enumerate(errors)]
+    parts = [dataclasses.replace(round_, error=error) for round_, error in zip(rounds, errors, strict=True)]
+    found = total_failure(parts, "step 1", share)
+    assert (found is None) if message is None else re.search("step 1: .*" + message, str(found))
 
 
 def test_too_few_groups_for_failed_verdicts_say_so():

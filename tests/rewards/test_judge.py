@@ -132,7 +132,7 @@ def test_retry_after_is_honoured(server, opened, monkeypatch):
     assert waits[0] == 1.0 and 1.0 < waits[1] <= 100.0 and max(waits[2:]) < 0.9 and len(waits) == 4
 
 
-@pytest.mark.parametrize("answer", [Answer(wait_s=600.0), Answer(drip_s=0.05)])
+@pytest.mark.parametrize("answer", [Answer(wait_s=600.0), Answer(drip_s=0.05), Answer(endless_header=True)])
 def test_an_endpoint_that_hangs_or_drips_is_a_timeout(server, opened, answer):
     server.rule = lambda prompt: answer
     [verdict] = verdicts(opened(timeout_s=0.3, retries=1), ["a"])
@@ -149,6 +149,37 @@ def test_retries_end_and_the_trial_says_that_there_is_no_endpoint(server, opened
         absent.try_on(ROW)
 
 
+def test_a_judge_that_fails_is_asked_one_request_at_a_time_until_it_answers(server, opened, caplog):
+    judge = opened(max_concurrency=16, retries=20, backoff_s=0.05)
+    server.rule = lambda prompt: Answer(status=503, wait_s=0.01)
+    futures = [judge.submit(request(str(number))) for number in range(100)]
+    wait_until(lambda: judge._breaker._failed_probes)
+    before, server.most_at_once = len(server.asked), 0
+    wait_until(lambda: judge._breaker._failed_probes > 3)
+    assert server.most_at_once == 1 and before < 40 and len(server.asked) < before + 10
+    server.rule = lambda prompt: Answer()
+    assert {future.result(timeout=30).error for future in futures} == {None}
+    [warning] = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert re.search("fails: 8 failures in a row, .* HTTP status 503.*patience_s=600 s the run ends", warning)
+
+
+@pytest.mark.parametrize("retries", [0, 20])
+def test_a_dead_judge_ends_the_run_after_its_patience(server, opened, retries):
+    server.rule = lambda prompt: Answer(status=503)
+    judge = opened(retries=retries, patience_s=0.2)
+    with pytest.raises(RuntimeError, match=r"base_url=http.*has not answered for .*patience_s=0.2 s: see that it runs"):
+        verdicts(judge, [str(number) for number in range(100)])
+    assert len(server.asked) < 50
+
+
+def test_a_judge_that_answered_between_failures_or_after_a_pause_is_not_dead(server, opened):
+    judge = opened(max_concurrency=1, retries=0, patience_s=0.1)
+    server.script = [Answer(status=503)] * 7 + [Answer(status=401)] + [Answer(status=503)] * 8
+    assert all(verdict.error for verdict in verdicts(judge, [str(number) for number in range(16)]))
+    time.sleep(0.2)
+    assert verdicts(judge, ["a", "b"])[1].error is None
+
+
 def test_no_more_requests_at_once_than_allowed(server, opened):
     server.rule = lambda prompt: Answer(wait_s=0.05)
     found = verdicts(opened(max_concurrency=4), [str(index) for index in range(24)])
@@ -156,8 +187,8 @@ def test_no_more_requests_at_once_than_allowed(server, opened):
     assert {verdict.numbers["score"] for verdict in found} == {0.7}
 
 
-def test_equal_responses_are_asked_about_once_and_answers_are_kept_for_the_next_run(server, opened):
-    server.script = [Answer("no verdict", wait_s=0.1), Answer("Score: 3")]
+def test_equal_responses_are_asked_about_once_and_verdicts_are_kept_for_the_next_run(server, opened):
+    server.script = [Answer("no verdict", wait_s=0.1), Answer("Score: 3"), Answer("", finish_reason="abort")]
     first = opened()
     found = verdicts(first, ["a"] * 8)
     assert len({str(verdict) for verdict in found}) == len(server.asked) == 1
@@ -166,9 +197,10 @@ def test_equal_responses_are_asked_about_once_and_answers_are_kept_for_the_next_
     found = [found[0], *verdicts(first, ["b"])]
     first.close()
     again = opened()
-    assert verdicts(again, ["a", "b"]) == found and len(server.asked) == 2
+    assert verdicts(again, ["b"]) == found[1:] and len(server.asked) == 2
+    assert verdicts(again, ["a", "a"])[0].error is None and len(server.asked) == 4  # the judge may have been broken
     counts = again.take_counts()
-    assert (counts["requests"], counts["cached"], counts["failures"], counts["cost"]) == (0, 2, 1, 0.0)
+    assert (counts["requests"], counts["retries"], counts["cached"], counts["failures"]) == (1, 1, 2, 0)
 
 
 def test_another_judge_is_asked_anew_and_the_same_is_not(server, opened):

@@ -1,9 +1,12 @@
 """The judge as a verifier: alone, as one of several rewards, and in a whole run."""
 
 import json
-from concurrent.futures import CancelledError
+import re
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from ends_within import ends_within
 from judge_server import Answer, judge_server
@@ -15,9 +18,11 @@ from dapo_jax.data.rows import PromptRow
 from dapo_jax.evaluate import bench
 from dapo_jax.monitor.catalogue import find
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.parallel.processes import SharedFailure
+from dapo_jax.rewards import verification
 from dapo_jax.rewards.opening import open_verifiers
 from dapo_jax.rewards.trial import check_rewards
-from dapo_jax.rewards.verdicts import ScoreRequest
+from dapo_jax.rewards.verdicts import ScoreRequest, Verdict
 from dapo_jax.rewards.verifiers import NO_OWN, wrong_score
 from dapo_jax.rewards.weighted import without_judge
 from dapo_jax.training import train
@@ -155,6 +160,10 @@ def judged(server, workdir, **changes):
     return small_config(workdir, **options | changes)
 
 
+def without_judge_counts(workdir):
+    return [{key: row[key] for key in row if "judge/" not in key} for row in rows_without_clock(workdir)]
+
+
 @pytest.mark.slow
 def test_a_killed_run_resumes_without_asking_twice(server, tmp_path, monkeypatch):
     server.rule = lambda prompt: Answer(f"Score: {len(prompt) % 11}")
@@ -175,10 +184,39 @@ def test_a_killed_run_resumes_without_asking_twice(server, tmp_path, monkeypatch
         assert row["reward/judge/requests"] + row["reward/judge/cached"] > 0
         assert row["rollout/score/mean"] == pytest.approx(row["rollout/correct/mean"] + row["rollout/helpful/mean"] / 2)
 
-    def without_judge_counts(name):
-        return [{key: row[key] for key in row if "judge/" not in key} for row in rows_without_clock(tmp_path / name)]
+    assert without_judge_counts(tmp_path / "a") == without_judge_counts(tmp_path / "b") and len(killed) == len(rows)
 
-    assert without_judge_counts("a") == without_judge_counts("b") and len(killed) == len(rows)
+
+@pytest.mark.slow
+def test_a_run_whose_judge_dies_saves_its_state_and_resumes_as_if_nothing_had_been(server, tmp_path):
+    healthy, broken = (lambda prompt: Answer(f"Score: {len(prompt) % 11}")), Answer(status=503, body="no GPU")
+    changes = {"trainer.save_freq": -1, "reward.judge.patience_s": 0.5}
+    server.rule = healthy
+    train(judged(server, tmp_path / "a", **changes))
+    server.rule = lambda prompt: healthy(prompt) if len(server.asked) < 2.5 * asked else broken
+    asked = len(server.asked) / 3
+    server.asked.clear()
+    config = judged(server, tmp_path / "b", **changes)
+    with pytest.raises(SharedFailure, match="has not answered for reward.judge.patience_s=0.5 s"):
+        train(config)
+    assert re.search("the run ends after step [12]; rerun the same", (tmp_path / "b/train.log").read_text())
+    server.rule = healthy
+    train(config)
+    assert without_judge_counts(tmp_path / "a") == without_judge_counts(tmp_path / "b")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_judge_that_is_dead_for_one_process_ends_all_alike(monkeypatch, own):
+    future = Future()
+    verifiers = SimpleNamespace(submit=lambda request: future, collect=lambda _, futures: [futures[0].result()])
+    future.set_exception(RuntimeError("no judge")) if own else future.set_result(Verdict({"score": 1.0}, None, None))
+    other = ["", []] if own else ["no judge", []]
+    monkeypatch.setattr(verification, "gather", lambda value: [value] if value is False else [value, other])
+    tokenizer = SimpleNamespace(decode=lambda tokens: "7")
+    waiting = verification.Verification(verifiers, tokenizer, [ROW], 1, check=lambda: None)
+    waiting.begin(np.array([0]), SimpleNamespace(responses=np.ones((1, 1)), mask=np.ones((1, 1), bool)))
+    with pytest.raises(SharedFailure, match="no judge"):
+        waiting.wait()
 
 
 @pytest.mark.slow
