@@ -13,7 +13,7 @@ from types import ModuleType
 
 from dapo_jax import __version__
 from dapo_jax.command.interrupts import end_at_once
-from dapo_jax.errors import did_you_mean
+from dapo_jax.errors import did_you_mean, say
 
 WRONG_INPUT = 2  # as in command/command_line.py, which takes seconds to import
 COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
@@ -35,16 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command that the arguments name; they default to those of this process."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--version", "-V"):
-        print(f"dapo_jax {__version__}")
+        say(f"dapo_jax {__version__}")
     elif name in ("--help", "-h"):
-        print(help_text())
+        say(help_text())
     elif name in COMMANDS:
         if arguments is None:  # this process is the command's own
             end_at_once(name)
         _imported(COMMANDS[name][0]).main(rest)
     else:
         meant = " ".join(filter(None, [did_you_mean(name, COMMANDS), "dapo-jax --help lists them"]))
-        print(f"dapo-jax: there is no command {name}: {meant}", file=sys.stderr)
+        say(f"dapo-jax: there is no command {name}: {meant}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
 
 
@@ -58,7 +58,7 @@ def _imported(module: str) -> ModuleType:
         if not (unfit := conflicts_here(os.environ)):
             raise
         for line in (f"{type(error).__name__}: {error}", *unfit):
-            print(f"dapo-jax: {line}", file=sys.stderr)
+            say(f"dapo-jax: {line}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
 
 

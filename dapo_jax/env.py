@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dapo_jax import __version__
-from dapo_jax.monitor.environment import host, versions
+from dapo_jax.errors import say
+from dapo_jax.monitor.environment import host, is_secret, versions
 from dapo_jax.parallel.conflicts import conflicts_here, explained
 
 VARIABLES = r"(JAX|XLA|LIBTPU|TPU|DAPO_JAX)_.*|CUDA_VISIBLE_DEVICES|LD_LIBRARY_PATH|PJRT_DEVICE"
-SECRET = r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL"
 DEVICES_TIMEOUT_S = 120.0
 DEVICES = "import jax; print(jax.device_count(), 'x', jax.devices()[0].device_kind)"
 
@@ -43,7 +43,7 @@ def report(environment: Mapping[str, str]) -> str:
         "JAX devices": devices(),
         **found,
     }
-    named = {name: value for name, value in sorted(environment.items()) if is_shown(name)}
+    named = {name: value for name, value in sorted(environment.items()) if is_shown(name, value)}
     unfit = conflicts_here(environment)
     parts = [
         ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows.items())],
@@ -62,9 +62,9 @@ def notebook(environment: Mapping[str, str]) -> str:
     return "Jupyter" if "JPY_PARENT_PID" in environment or "ipykernel" in sys.modules else "no"
 
 
-def is_shown(variable: str) -> bool:
-    """Whether it may matter to JAX, and is not secret by its name."""
-    return re.fullmatch(VARIABLES, variable) is not None and re.search(SECRET, variable, re.IGNORECASE) is None
+def is_shown(variable: str, value: str) -> bool:
+    """Whether it may matter to JAX, and is not secret."""
+    return re.fullmatch(VARIABLES, variable) is not None and not is_secret(variable, value)
 
 
 def devices() -> str:
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="dapo-jax env", description="Prints what a bug report needs, as Markdown to paste."
     )
     parser.parse_args(arguments)
-    print(report(os.environ))
+    say(report(os.environ))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,13 @@
-"""Host: the error for wrong input."""
+"""Host: the error for wrong input, and text that is safe to print."""
 
 import difflib
+import re
+import sys
 from collections.abc import Iterable
+from typing import TextIO
+
+# Control characters but for the line's end and the tab, marks of direction, line separators, lone surrogates.
+_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class InputError(ValueError):
@@ -9,6 +15,16 @@ class InputError(ValueError):
 
     Any other ValueError is a bug, or a failure that JAX reports that way.
     """
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal obeys, or cannot show, as escapes: \\x1b for the character that begins a colour."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(text: object, file: TextIO | None = None) -> None:
+    """Prints a text on stdout or `file` as `printable`: names, paths and errors in it may come from outside."""
+    print(printable(str(text)), file=file or sys.stdout, flush=True)
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

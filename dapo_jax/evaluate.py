@@ -38,7 +38,7 @@ from dapo_jax.config.values import flat, with_values
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.downloads import with_downloads
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 from dapo_jax.held_out import HeldOut, Receive, evaluate
 from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.meshes import check_mesh
@@ -90,7 +90,7 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         policy = stack.enter_context(open_policy(config))
         directory = stack.enter_context(output_directory(output))
         if is_first():
-            print(policy.description)
+            say(policy.description)
         models = checkpoints or [find_trained(config.model.path)]
         curves = None
         if is_first() and models[0] is not None:
@@ -271,8 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise InputError(f"{output} holds an evaluation already: give --output DIR, or remove it")
         results = bench(config, output, step=given.step, all_steps=given.all_steps)
         if is_first():
-            print(table(results))
-            print(f"metrics and generations are in {output}")
+            say(table(results))
+            say(f"metrics and generations are in {output}")
 
 
 if __name__ == "__main__":

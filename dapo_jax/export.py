@@ -38,7 +38,7 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, from_values
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.downloads import with_downloads
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.hub.upload import check_upload, upload
@@ -292,12 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"dapo_jax: {line}", file=sys.stderr)
         step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
         if is_first():
-            print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
+            say(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
             if given.push_to_hub:
                 message = f"{Path(config.workdir).name} after step {step}, trained with {recipe(config)}"
                 output = Path(given.output).expanduser().absolute()
                 address = upload(output, given.push_to_hub, private=given.private, message=message)
-                print(f"it is also at {address}")
+                say(f"it is also at {address}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dapo_jax.config.derived import checkpoint_dir, in_folder
 from dapo_jax.config.sections import Config
 from dapo_jax.data.experience import Experience
 from dapo_jax.downloads import with_downloads
+from dapo_jax.errors import say
 from dapo_jax.held_out import evaluate, mean_accuracy
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor import filter_log
@@ -276,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command, with the arguments of this process unless others are given."""
     given = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(given):
-        print(f"{about(__doc__)}\n{options_help('train')}")
+        say(f"{about(__doc__)}\n{options_help('train')}")
         return
     exit_code = 0
     with command(["train", *given]) as config:

@@ -80,6 +80,13 @@ def test_wrong_input_is_refused_by_an_error_of_its_own():
     assert found == WITHOUT_INPUT
 
 
+def test_what_is_printed_is_safe_for_a_terminal():
+    """`say` of errors.py prints, for all."""
+    calls = {path: (node for node in ast.walk(tree) if isinstance(node, ast.Call)) for path, tree in trees().items()}
+    found = {path.name for path, nodes in calls.items() if any(ast.unparse(node.func) == "print" for node in nodes)}
+    assert found == {"errors.py"}
+
+
 def test_the_package_does_not_import_torch_or_transformers():
     for path, tree in trees().items():
         assert not {module.split(".")[0] for module, _ in imported(tree)} & {"torch", "transformers"}, path

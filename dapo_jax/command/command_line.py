@@ -20,7 +20,7 @@ from dapo_jax.config.files import EXAMPLE, read_config_file
 from dapo_jax.config.recipes import recipe_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, freeze
-from dapo_jax.errors import InputError, did_you_mean
+from dapo_jax.errors import InputError, did_you_mean, say
 from dapo_jax.monitor.recipe import RECIPE, Recipe
 from dapo_jax.parallel.endings import is_jax_failure
 from dapo_jax.parallel.memory import reserve_gpu_memory
@@ -54,10 +54,10 @@ def refusals(arguments: Sequence[str]) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         code, message = _ending(error, arguments[0])
         if DEBUG in arguments or message is None:
-            traceback.print_exception(error)
+            say("".join(traceback.format_exception(error)), file=sys.stderr)
         process = f" (process {jax.process_index()})" if jax.distributed.is_initialized() else ""
         message = message or "this is a bug in dapo_jax: please report it with the command and the traceback above"
-        print(f"dapo_jax: {message}{process}", file=sys.stderr, flush=True)
+        say(f"dapo_jax: {message}{process}", file=sys.stderr)
         if code == EXIT_CODE and not process:  # one of several processes notifies the others first
             finish()
         raise SystemExit(code) from error
@@ -153,7 +153,7 @@ def read_config(arguments: Sequence[str]) -> Config:
 
 def _tell(lines: Sequence[str]) -> None:
     for line in lines:
-        print(f"dapo_jax: {line}", file=sys.stderr, flush=True)
+        say(f"dapo_jax: {line}", file=sys.stderr)
 
 
 def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:

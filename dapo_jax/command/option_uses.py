@@ -176,7 +176,7 @@ USES = (
         "rollout.max_num_seqs=0 or rollout.engine=slots",
         lambda config: not config.rollout.max_num_seqs or config.rollout.engine == "slots",
     ),
-    _use("reward.error_score|max_error_share", VERIFIED, _verifies),
+    _use("reward.error_score|max_error_share|env", VERIFIED, _verifies),
     _use(
         "reward.model.weight|function_weight|micro_batch_size_per_device|max_length",
         "reward.model.path",

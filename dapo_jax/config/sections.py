@@ -236,6 +236,7 @@ class RewardConfig:
     memory_limit_mb: ZeroIsNone = 4096  # MiB that a verifier process may write to (Linux); 0 = none
     keep_special_tokens: bool = False  # in the text that verifiers see, end tokens excepted (<think> may be one)
     error_score: float | None = None  # of a failed verification; null = the verifier's lowest, 0 for your own function
+    env: tuple[str, ...] = ()  # secret environment variables that verifier processes get (docs/data.md#rewards)
     max_error_share: PositiveShare = 1.0  # the run ends if more of a step's verifications fail; 1 = if all do
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)

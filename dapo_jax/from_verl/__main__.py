@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_jax.command.command_line import refusals
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 from dapo_jax.from_verl.shell_scripts import Script
 from dapo_jax.from_verl.translate import command, config_file, overrides, remarks, translate
 
@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         if chosen.output:
             _write(chosen.output, config_file(result.values, [*head, *about]))
-            print("\n".join(about))
-            print(f"python -m dapo_jax.train --config {chosen.output}")
+            say("\n".join(about))
+            say(f"python -m dapo_jax.train --config {chosen.output}")
         else:
-            print("\n".join([*head, "", command(result.values), "", *about]))
+            say("\n".join([*head, "", command(result.values), "", *about]))
         if result.problems:
             raise InputError(f"the config has {len(result.problems)} problems, listed above: correct the options")
 

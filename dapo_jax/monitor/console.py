@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tqdm import tqdm
 
+from dapo_jax.errors import printable
 from dapo_jax.monitor.bars import WIDTH, person_bar
 from dapo_jax.monitor.records import to_json_line
 from dapo_jax.monitor.statistics import HELD_OUT
@@ -159,7 +160,7 @@ class Console:
 
     def _print(self, line: str) -> None:
         if self._enabled:
-            tqdm.write(line)
+            tqdm.write(printable(line))
             sys.stdout.flush()  # a pipe would buffer the lines
 
 

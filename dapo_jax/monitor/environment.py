@@ -3,11 +3,14 @@
 import json
 import os
 import platform
+import re
 from collections import Counter
+from collections.abc import Collection, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+SECRET = r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH"
 _FILE = "environment.json"
 _LIBRARIES = (
     "dapo_jax",
@@ -33,6 +36,27 @@ def environment() -> dict[str, Any]:
         "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         "processes": jax.process_count(),
         "host": host(),
+    }
+
+
+def is_secret(variable: str, value: str = "") -> bool:
+    """Whether an environment variable is secret by its name, or holds an address with a password."""
+    return bool(re.search(SECRET, variable, re.IGNORECASE) or re.search(r"://[^/@\s]*:[^/@\s]+@", value))
+
+
+def without_secrets(
+    environment: Mapping[str, str], passed_on: Collection[str] = (), hidden: Collection[str] = ()
+) -> dict[str, str]:
+    """The variables that a process may have which reads hostile text.
+
+    Args:
+        passed_on: names of secret variables that it needs.
+        hidden: further names of secret variables.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in passed_on or not (name in hidden or is_secret(name, value))
     }
 
 

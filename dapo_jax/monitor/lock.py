@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import fsspec
 from etils import epath
 
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 from dapo_jax.places import is_address
 
 BEAT_S = 5.0  # seconds between two heartbeats of a holder
@@ -132,11 +132,10 @@ def _beat(workdir: epath.Path, number: int, ended: threading.Event) -> None:
         with suppress(Exception):
             taker = _name(_read(_file(workdir, newest)))
         found = f"is now locked by {taker}" if newest > number else "has lost its lock"
-        print(
+        say(
             f"dapo_jax: workdir={workdir} {found}: this process gave no heartbeat for {DEAD_AFTER_S:.0f} s, or its "
             "lock was removed, so it ends without saving",
             file=sys.stderr,
-            flush=True,
         )
         os._exit(1)
 

@@ -10,10 +10,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dapo_jax.errors import printable
+
 _LOGGER = logging.getLogger("dapo_jax")
 LOG, _DISCARDED = "train.log", "train.discarded.log"
 _FILE = "dapo_jax.file"
 _CONSOLE = "dapo_jax.console"
+
+
+class _Formatter(logging.Formatter):
+    """What a record quotes may come from a model, a file or another process."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _ConsoleHandler(logging.Handler):
@@ -66,7 +75,7 @@ def setup_logging(
 
     file = _FileHandler(Path(workdir) / LOG)
     file.name = _FILE
-    file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(_Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
 
     _LOGGER.addHandler(file)
     _add_console(logging.NOTSET if detailed else logging.WARNING, "%(levelname)s: %(message)s", also)
@@ -76,7 +85,7 @@ def _add_console(level: int, form: str, also: Collection[str] = ()) -> None:
     console = _ConsoleHandler()
     console.addFilter(lambda record: record.levelno >= level or record.name in also)
     console.name = _CONSOLE
-    console.setFormatter(logging.Formatter(form))
+    console.setFormatter(_Formatter(form))
     _LOGGER.addHandler(console)
     _LOGGER.setLevel(logging.INFO)
     _LOGGER.propagate = False  # absl adds a handler to the root logger, which would show records twice

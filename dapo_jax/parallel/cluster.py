@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # set by srun
 METADATA_TRIES, METADATA_TIMEOUT_S, METADATA_PAUSE_S = 3, 5, 1
@@ -125,11 +125,10 @@ def _tpu_vm(environment: Mapping[str, str]) -> Cluster | None:
             found = re.search(r"^\s*MEGASCALE_NUM_SLICES\s*:\s*'?(\d+)", _metadata(server, "tpu-env") or "", re.M)
             slices = found[1] if found else "1"
     except (OSError, http.client.HTTPException) as error:
-        print(
+        say(
             f"dapo_jax: no metadata server answers at {server} ({error}), so this process starts alone; if the run has "
             "more processes, set trainer.coordinator, trainer.num_processes and trainer.process_id",
             file=sys.stderr,
-            flush=True,
         )
         return Cluster(1, "")
     evidence = f"worker-network-endpoints={workers} and MEGASCALE_NUM_SLICES={slices} of the metadata server {server}"

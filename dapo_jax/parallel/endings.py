@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import jax
 
+from dapo_jax.errors import say
 from dapo_jax.parallel.cluster import jax_client
 
 FAILURE = "dapo_jax/failure"  # key in JAX's key-value store for the message of the first process that fails
@@ -33,14 +34,14 @@ def end_process(error: BaseException, heartbeat_timeout_s: int) -> None:
     lost = is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause)  # usually because another has ended
     failure = _failure_of_another(cause, 1.5 * heartbeat_timeout_s) if lost else None
     if failure is not None:
-        print(f"dapo_jax: {failure}", file=sys.stderr, flush=True)
+        say(f"dapo_jax: {failure}", file=sys.stderr)
     elif cause is not None:
         _tell_others(cause)
     if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)), file=sys.stderr)
         code = 1
     elif isinstance(error.code, str):
-        print(f"{error.code} (process {jax.process_index()})", file=sys.stderr)
+        say(f"{error.code} (process {jax.process_index()})", file=sys.stderr)
         code = 1
     else:
         code = error.code or 0
@@ -81,11 +82,10 @@ def _failure_of_another(cause: BaseException | None, limit_s: float) -> str | No
     A killed process tells nothing. JAX's service notices within `limit_s` and ends this process with a message
     that names it.
     """
-    print(
+    say(
         f"dapo_jax: process {jax.process_index()} cannot continue: {str(cause).partition(chr(10))[0]}\n"
         "dapo_jax: usually another process has ended; its reason, or what JAX has noticed, follows",
         file=sys.stderr,
-        flush=True,
     )
     client = jax_client()
     if client is None:

@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, jax_client, waiting_for
 from dapo_jax.parallel.endings import end_process
 
@@ -218,10 +218,10 @@ def _limited_wait(cluster: Cluster) -> Iterator[None]:
 
     def watch() -> None:
         if not joined.wait(QUIET_S):
-            print(f"dapo_jax: waiting up to {JOIN_TIMEOUT_S} s: {waiting_for()}", file=sys.stderr, flush=True)
+            say(f"dapo_jax: waiting up to {JOIN_TIMEOUT_S} s: {waiting_for()}", file=sys.stderr)
         if not joined.wait(JOIN_TIMEOUT_S - QUIET_S):
             reason = f"after {JOIN_TIMEOUT_S} s, {waiting_for()}"
-            print(f"dapo_jax: {_refusal(cluster, reason)}", file=sys.stderr, flush=True)
+            say(f"dapo_jax: {_refusal(cluster, reason)}", file=sys.stderr)
             os._exit(2)  # the exit code for wrong input
 
     threading.Thread(target=watch, daemon=True).start()

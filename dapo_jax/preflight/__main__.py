@@ -25,6 +25,7 @@ from pathlib import Path
 
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.command.help import about, options_help
+from dapo_jax.errors import say
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.preflight.lengths import FORM
 from dapo_jax.preflight.report import preflight
@@ -56,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = read_config(command)
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         report = preflight(config, given.topology, lengths=given.lengths, quick=given.quick, progress=sys.stderr)
-        print(tables(report))
+        say(tables(report))
         if given.json:
             Path(given.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         else:
-            print(json.dumps(report))
+            say(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size
 from dapo_jax.config.recipes import SHAPES
 from dapo_jax.config.sections import Config
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.meshes import check_memory, make_meshes
@@ -149,7 +149,7 @@ def _compile_all(programs: Sequence[Program], mesh: Mesh, cache: str, progress: 
     compiled = []
     for number, program in enumerate(programs, start=1):
         if progress is not None:
-            print(f"compiling program {number} of {len(programs)}: {program.name}", file=progress, flush=True)
+            say(f"compiling program {number} of {len(programs)}: {program.name}", file=progress)
         compiled.append(compile_program(program, mesh, cache))
     return compiled
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dapo_jax.command.command_line import refusals
 from dapo_jax.command.help import about
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 from dapo_jax.report.page import page
 from dapo_jax.report.read import read_run
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
     with refusals(["report", *arguments]):
-        print(f"the report is in {report([_named(run) for run in given.runs], given.output)}")
+        say(f"the report is in {report([_named(run) for run in given.runs], given.output)}")
 
 
 if __name__ == "__main__":

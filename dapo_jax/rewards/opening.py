@@ -56,4 +56,6 @@ def _verifiers(
         memory_limit_mb=reward.memory_limit_mb,
         error_score=reward.error_score,
         pattern=reward.format.pattern,
+        env=reward.env,
+        hidden_env=(reward.judge.api_key_env,),
     )

@@ -65,7 +65,7 @@ def _check_metric(metric: str, name: str, row: PromptRow, verdict: Verdict) -> N
     if metric not in (*OWN_SCORES, *verdict.numbers):
         raise InputError(
             f"algorithm.filter_groups.metric={metric!r} is not among the numbers that {described(name)} returns for "
-            f" {row.origin}, {', '.join(verdict.numbers)}: choose one of these, or return it for every response"
+            f"{row.origin}, {', '.join(verdict.numbers)}: choose one of these, or return it for every response"
         )
 
 

@@ -4,33 +4,33 @@ The pool starts it. FD is an inherited socket, PATTERN that of the verifier `for
 the verifier loaded (null, or the error). It then answers requests until the pool closes the socket (`messages`).
 """
 
-import ctypes
 import errno
 import json
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 from dapo_jax.rewards.messages import Answer, decode_request, encode_answer, receive, send
 from dapo_jax.rewards.results import normalize_result, short
 from dapo_jax.rewards.verifiers import Verifier, load_verifier
 from dapo_jax.rewards.weighted import described
+from dapo_jax.rewards.worker_supervisor import fork_worker
 
-_PR_SET_PDEATHSIG = 1  # prctl: the signal sent to a process when its parent dies (Linux)
+MAX_FILE = 256 << 20  # bytes of a file that a verifier writes
+MORE_TASKS = 2048  # processes and threads of its user, more than when it starts
 _EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def main() -> None:
     descriptor, name, memory_limit_mb, pattern = sys.argv[1:]
+    fork_worker(int(descriptor))
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)  # processes that the verifier starts must not keep the pool waiting
-    os.dup2(2, 1)  # what the verifier prints goes to stderr
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _limit_memory(int(memory_limit_mb))
+    _limit(int(memory_limit_mb))
     worker = os.getpid()
 
     def reply(message: bytes) -> None:
@@ -70,15 +70,29 @@ def _load(name: str, pattern: str) -> tuple[Verifier | None, str | None]:
         return None, f"{described(name)} must load, but raised {_error_text(error)}: correct its module"
 
 
-def _limit_memory(limit_mb: int) -> None:
-    """Limits the writable memory of the process, and disables core files.
+def _limit(memory_mb: int) -> None:
+    """Limits the writable memory, the size of files and the processes, also for what the verifier starts.
 
     RLIMIT_DATA, not RLIMIT_AS, because threaded libraries reserve gigabytes of address space that they never use.
-    Each process that the verifier starts gets the same limit.
+    RLIMIT_NPROC counts the processes and threads of the user, those of other programs included, and root has none.
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if limit_mb:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_mb << 20, limit_mb << 20))
+    limits = {resource.RLIMIT_FSIZE: MAX_FILE, resource.RLIMIT_NPROC: _tasks_of_user() + MORE_TASKS}
+    if memory_mb:
+        limits[resource.RLIMIT_DATA] = memory_mb << 20
+    for limit, most in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+
+
+def _tasks_of_user() -> int:
+    """Processes and threads of this user."""
+    count = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has exited
+            if process.stat().st_uid == os.getuid():
+                count += len(os.listdir(process / "task"))
+    return count
 
 
 def _is_exhaustion(error: BaseException) -> bool:

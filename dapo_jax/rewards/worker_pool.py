@@ -4,14 +4,20 @@ A model's responses are hostile text: the code that reads them may hang, crash o
 trainer's process, and the pool trusts nothing that a worker sends (`messages`).
 """
 
+import logging
+import os
 import queue
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dapo_jax.errors import InputError
+from dapo_jax.monitor.environment import without_secrets
 from dapo_jax.rewards.messages import MalformedAnswer
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers, encoded
 from dapo_jax.rewards.worker_process import Worker
+
+_log = logging.getLogger(__name__)
 
 
 class VerifierPool(Verifiers):
@@ -30,6 +36,8 @@ class VerifierPool(Verifiers):
         memory_limit_mb: int = 0,
         error_score: float | None = None,
         pattern: str = "",
+        env: Collection[str] = (),
+        hidden_env: Collection[str] = (),
     ) -> None:
         """Starts the workers and waits until the first is ready.
 
@@ -40,7 +48,11 @@ class VerifierPool(Verifiers):
                 wrong, and its worker is replaced. 0 = no limit.
             error_score: the score of a sample on which the verifier fails; None = `verifiers.wrong_score`.
             pattern: of the verifier `format`.
+            env: secret environment variables that workers get.
+            hidden_env: variables that they do not get, besides those that are secret by name or value.
         """
+        if missing := [name for name in env if name not in os.environ]:
+            raise InputError(f"reward.env={tuple(env)} must be variables that are set: export {missing[0]}")
         if num_workers < 1:
             raise InputError(f"reward.num_workers={num_workers} must be at least 1: raise it")
         if not timeout_s > 0:
@@ -51,6 +63,10 @@ class VerifierPool(Verifiers):
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
         self._pattern = pattern
+        self._environment = without_secrets(os.environ, env, hidden_env)
+        if left_out := sorted(os.environ.keys() - self._environment.keys()):
+            names = ", ".join(left_out)
+            _log.info("verifier processes do not get %s: name what they need in reward.env", names)
         self._num_replaced = self._taken = 0
         self._counting = threading.Lock()
         self._workers: set[Worker] = set()
@@ -128,7 +144,7 @@ class VerifierPool(Verifiers):
         return self._start_worker(), exit_code
 
     def _start_worker(self) -> Worker:
-        worker = Worker(self.name, self._memory_limit_mb, self._pattern)
+        worker = Worker(self.name, self._memory_limit_mb, self._pattern, self._environment)
         self._workers.add(worker)
         return worker
 

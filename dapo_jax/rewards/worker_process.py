@@ -1,7 +1,7 @@
 """Host: one worker process as the pool sees it: started, asked, killed with all that it started.
 
 Not multiprocessing: forking a process in which JAX runs threads can deadlock, and spawn imports the main module
-again. A worker does not load JAX. It has its own session, so that the processes it starts can be killed with it.
+again. A worker does not load JAX. What it starts ends with it (worker_supervisor.py).
 """
 
 import os
@@ -10,30 +10,34 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from dapo_jax.errors import InputError
+from dapo_jax.monitor.environment import without_secrets
 from dapo_jax.rewards.messages import MAX_ANSWER, Answer, MalformedAnswer, decode_answer, decode_start, receive, send
 from dapo_jax.rewards.weighted import described
 
 _START_LIMIT_S = 120.0  # for a worker to load its verifier
 _REAP_LIMIT_S = 10.0  # for the system to end a killed process
-_MARK = "DAPO_JAX_WORKER"  # environment variable that marks every process a worker starts
 
 
 class Worker:
     """One worker process and the pool's end of its connection. Only one thread may use it at a time."""
 
-    def __init__(self, verifier: str, memory_limit_mb: int, pattern: str) -> None:
+    def __init__(
+        self, verifier: str, memory_limit_mb: int, pattern: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            environment: its variables; None = those of this process without secrets.
+        """
         self._verifier = verifier
         self._ready = False
-        self._mark = str(uuid.uuid4())
         self._connection, inherited = socket.socketpair()
         # A worker finds the same modules as this process; a verifier that uses JAX leaves the accelerator alone.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-        environment[_MARK] = self._mark
+        environment = dict(without_secrets(os.environ) if environment is None else environment)
+        environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
         arguments = [str(inherited.fileno()), verifier, str(memory_limit_mb), pattern]
         with inherited:
             self._process = subprocess.Popen(
@@ -73,27 +77,18 @@ class Worker:
         return decode_answer(receive(self._connection, deadline, limit=MAX_ANSWER))
 
     def kill(self) -> None:
-        """Kills the process and its session. A process that is already exiting keeps its exit code."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):  # both mean that it has exited
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """Begins to end the process and all that it started. One that is already exiting keeps its exit code."""
+        self._process.terminate()
 
     def stop(self) -> int | None:
-        """Kills the process, frees its resources and returns its exit code; None if the system cannot end it."""
+        """Ends the process, frees its resources and returns its exit code; None if the system cannot end it."""
         self.kill()
         self._connection.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_LIMIT_S)
-        self._kill_marked()
+        with suppress(ProcessLookupError, PermissionError):  # both mean that nothing is left
+            os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.returncode
-
-    def _kill_marked(self) -> None:
-        """Kills processes that the worker started and that left its session. Linux only: elsewhere they live on."""
-        entry = f"{_MARK}={self._mark}".encode()
-        for process in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has exited, or belongs to another user
-                if entry in process.read_bytes().split(b"\0"):
-                    os.kill(int(process.parent.name), signal.SIGKILL)
 
     def _not_loaded(self, what: str) -> str:
         return f"{described(self._verifier)} {what}: import its module in a fresh Python to see why"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from dapo_jax.command.command_line import refusals
 from dapo_jax.config.recipes import closest, recipe_file, recipes
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", nargs="?", help="the recipe to print")
     given = parser.parse_args(arguments)
     with refusals(["configs"]):
-        print(text_of(given.name) if given.name else table(recipes()))
+        say(text_of(given.name) if given.name else table(recipes()))
 
 
 def table(found: dict[str, str]) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.command.command_line import refusals
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.records import METRICS
 from dapo_jax.tools.plot import empty_figure
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_log = path.suffix == ".log"
         if given.plot and is_log:
             raise InputError(f"--plot needs {METRICS}, and {given.run} is the log: give the workdir")
-        print("\n".join(log_summary(read_log(path)) if is_log else steps_summary(read_steps(path))))
+        say("\n".join(log_summary(read_log(path)) if is_log else steps_summary(read_steps(path))))
         if given.plot:
             plot(read_steps(path), given.plot)
 

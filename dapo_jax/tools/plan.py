@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from dapo_jax.command.command_line import refusals
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, say
 
 ALMOST_SURELY = 0.999
 MAX_ROUNDS = 1000
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise InputError("success probabilities must be one or more numbers in [0, 1]: correct them")
         if min(given.n, given.train_batch_size, size) < 1:
             raise InputError("--n and both batch sizes must be at least 1: correct them")
-        print(described(accuracies, given.n, given.train_batch_size, size, given.tokens))
+        say(described(accuracies, given.n, given.train_batch_size, size, given.tokens))
 
 
 def described(accuracies: np.ndarray, n: int, target: int, size: int, tokens: float) -> str:

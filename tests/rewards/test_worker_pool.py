@@ -16,7 +16,8 @@ import pytest
 from ends_within import ends_within
 from waiting import LIMIT_S, wait_until
 
-from dapo_jax.rewards import worker_process
+from dapo_jax.errors import printable
+from dapo_jax.rewards import worker, worker_process, worker_supervisor
 from dapo_jax.rewards.messages import MalformedAnswer, decode_answer
 from dapo_jax.rewards.results import normalize_result
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
@@ -182,7 +183,7 @@ def test_what_does_not_fail_is_scored(pool):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-@pytest.mark.short("leave_a_child-True")
+@pytest.mark.short("leave_a_child-True", "and_die-True")
 @pytest.mark.parametrize("daemon", [False, True])
 @pytest.mark.parametrize("solution", ["leave_a_child", "leave_a_child_and_die"])
 def test_nothing_that_a_verifier_starts_outlives_its_worker(solution, daemon, tmp_path):
@@ -249,6 +250,31 @@ def test_what_a_verifier_prints_goes_to_stderr_and_a_graded_acc_is_warned_of_onc
     assert len(warned()) == 1 and "'hostile_verifier.score' returns acc=0.25" in warned()[0]
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err == "written by a verifier\n"
+
+
+def test_floods_end_and_escape_sequences_reach_no_terminal(capfd, caplog):
+    with hostile_pool() as pool:
+        verdicts = pool.score([request("print_escapes"), *[request("print_a_flood")] * 3])
+    assert [verdict.error is None for verdict in verdicts] == [False, True, True, True]
+    printed = capfd.readouterr().err
+    assert printed.startswith("\\x1b[31mred\n") and printed.endswith("over 1 MiB: the rest is dropped\n")
+    assert len(printed) < worker_supervisor.MAX_PRINTED + 200
+    assert printable("a\tb\n\x1b\x9b\u202e\ud800\r") == "a\tb\n\\x1b\\x9b\\u202e\\ud800\\r"
+
+
+def test_a_worker_gets_no_secret_that_is_not_named_and_limits(monkeypatch):
+    secret = ["HF_TOKEN", "WANDB_API_KEY", "MY_JUDGE", "PROXY", "NEEDED_KEY"]
+    for name in secret:
+        monkeypatch.setenv(name, "http://user:word@host" if name == "PROXY" else "x")
+    monkeypatch.setenv("HARMLESS", "http://host")
+    limits = ["RLIMIT_FSIZE", "RLIMIT_NPROC"]
+    options = {"num_workers": 1, "timeout_s": 30, "hidden_env": ("MY_JUDGE",)}
+    with VerifierPool("hostile_verifier.score", env=("NEEDED_KEY",), **options) as pool:
+        seen, found = pool.score([request("environment"), request("limits", names=limits)])
+    assert {*seen.pred.split()} & {*secret, "HARMLESS"} == {"NEEDED_KEY", "HARMLESS"}
+    assert found.numbers["RLIMIT_FSIZE"] == worker.MAX_FILE and found.numbers["RLIMIT_NPROC"] >= worker.MORE_TASKS
+    with pytest.raises(ValueError, match="reward.env=.'ABSENT',. must be variables that are set: export ABSENT"):
+        VerifierPool("hostile_verifier.score", env=("ABSENT",), **options)
 
 
 def test_results_are_normalised_and_cut(pool):

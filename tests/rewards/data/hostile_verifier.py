@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -53,6 +54,8 @@ WAYS = {
     "long_numbers": lambda info: {"score": 1.0, "acc": 1.0, "pred": 10**10000, "n" * 2000: 1.0},
     "huge_text": lambda info: {"score": 1.0, "pred": "1" * 50_000_000},
     "odd_text": lambda info: {"score": 1.0, "pred": "a\0b\ud800"},
+    "environment": lambda info: {"score": 1.0, "pred": " ".join(os.environ)},
+    "limits": lambda info: {"score": 1.0, **{n: resource.getrlimit(getattr(resource, n))[0] for n in info["names"]}},
     "give": lambda info: RESULTS[info["result"]],
     "function": lambda info: lambda: 0,
     "not_finite": lambda info: {"score": 1.0, "extra": float("nan")},
@@ -123,6 +126,11 @@ def print_a_flood(extra_info):
     return 1.0
 
 
+def print_escapes(extra_info):
+    print("\x1b[31mred", file=sys.stderr)
+    raise ValueError("\x1b]0;owned\x07")
+
+
 def close_stdout(extra_info):
     print("written by a verifier")
     sys.stdout.flush()
@@ -143,7 +151,8 @@ def start_a_child(extra_info):
 
 
 def leave_a_child(extra_info):
-    child = subprocess.Popen(["sleep", LONG], start_new_session=extra_info["daemon"])
+    hidden = {"start_new_session": True, "env": {}} if extra_info["daemon"] else {}
+    child = subprocess.Popen(["sleep", LONG], **hidden)
     Path(extra_info["path"]).write_text(str(child.pid))
     return 1.0
 
