@@ -48,9 +48,9 @@ def fork_worker(connection: int) -> None:
     _end_children()
     printer.join(1.0)
     if exit_code < 0:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with suppress(OSError):  # SIGKILL has no handler
             signal.signal(-exit_code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-exit_code])  # no other: the pool may have sent SIGTERM meanwhile
         os.kill(os.getpid(), -exit_code)
     os._exit(exit_code)
 
