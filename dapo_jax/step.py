@@ -1,7 +1,7 @@
 """Host: one training step of DAPO (arXiv:2503.14476, algorithm 1), from prompts to new weights.
 
 sample_groups   sample and verify G responses per prompt, shape their rewards (equation 13), keep groups whose
-                responses differ (equation 11), until there are enough
+                scores differ (equation 11), until there are enough
 train_on        advantages (equation 9), then mini-batches of the decoupled clip objective (equation 8)
 train_step      both, with the metrics; with trainer.rollout_ahead the next step's groups are sampled meanwhile
 """

@@ -136,14 +136,15 @@ critic/advantages_processed/{mean|max|min|std}  1  over the tokens of the sample
 
 [verl | the policy was updated: a batch was trained on, after trainer.critic_warmup, with a token left in the loss]
 actor/pg_loss    1     policy loss, mean over optimizer steps
-actor/loss       1     pg_loss + kl_loss_coef KL - entropy_coeff entropy
+actor/loss       1     pg_loss + kl_loss_coef KL - entropy_coeff entropy + distillation.weight distillation_loss
 actor/ppo_kl     nats  mean over tokens of old_logprob - logprob
 actor/entropy    nats  mean token entropy, over optimizer steps
 actor/grad_norm  1     global norm before clipping, mean over optimizer steps
 [verl | the policy loss clips]
 actor/pg_clipfrac  share  tokens whose loss is clipped
-[verl | policy_loss.loss_mode=vanilla or geo_mean]
-actor/pg_clipfrac_lower  share  tokens whose loss is clipped by the dual clip
+[verl | policy_loss.loss_mode=vanilla, geo_mean, dppo_tv or dppo_kl]
+actor/pg_clipfrac_lower  share  tokens whose loss is clipped by the dual clip; geo_mean: out of the band with A < 0;
+    dppo: whose weight is clip_ratio_c
 [verl | policy_loss.loss_mode=kl_cov]
 actor/ppo_kl_abs  nats  mean over tokens of |old_logprob - logprob|
 [verl | actor.entropy_coeff above 0]
@@ -166,9 +167,11 @@ actor/{num_updates|skipped_updates}  updates  optimizer steps (none for a mini-b
 actor/recomputed_logprobs  0 or 1  1 if old log-probabilities are those of the training pass
 [own | algorithm.keep_pos_ratio or keep_neg_ratio below 1]
 actor/kept_samples  share  samples that are trained on
-[own | algorithm.overlong_filtering]
+[own | actor.off_policy_mask_threshold]
 actor/off_policy_masked  share  tokens of bad responses that drifted too far to be trained on
-actor/entropy_threshold  nats  lowest entropy of a token with an advantage (algorithm.top_entropy_quantile)
+[own | algorithm.top_entropy_quantile below 1]
+actor/entropy_threshold  nats  lowest entropy of a token with an advantage
+[own | algorithm.overlong_filtering]
 actor/overlong_filtered  share  responses left out of the loss because they were truncated
 
 # On-policy distillation.
