@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config, lines = as_trained(config, origin.given if origin else ())
         if is_first():
             for line in lines:
-                print(f"dapo_jax: {line}", file=sys.stderr)
+                say(f"dapo_jax: {line}", sys.stderr)
         step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
         if is_first():
             say(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")

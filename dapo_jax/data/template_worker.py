@@ -14,6 +14,11 @@ from dapo_jax.data.template_sandbox import render, variables_read
 MAX_TOTAL_LENGTH = 2**30  # characters of all texts
 
 
+def _answer(found: object) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     request = json.load(sys.stdin)
     template, time_limit_s, memory_limit_mb = (request[key] for key in ("template", "time_limit_s", "memory_limit_mb"))
@@ -23,12 +28,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # of writable memory
     # The system's own answer to SIGALRM ends the process even within a long call into C, where Python handles nothing.
     signal.setitimer(signal.ITIMER_REAL, time_limit_s)
-    print(json.dumps(variables_read(template)), flush=True)
+    _answer(variables_read(template))
     total = 0
     for conversation in request["conversations"]:
         signal.setitimer(signal.ITIMER_REAL, time_limit_s)
         found = render(template, **conversation)
-        print(json.dumps(found), flush=True)
+        _answer(found)
         total += len(found)
         if not isinstance(found, str) or total > MAX_TOTAL_LENGTH:
             return
