@@ -79,7 +79,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     shown = RoundsShown(run.monitor.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
     source = PromptSource.of(problems.order, groups.skip_uniform, config.data.curriculum, seed=config.seed)
     sizes = {"target": config.data.train_batch_size, "gen_batch_size": gen_batch_size(config), "step": step}
-    most_failing = config.reward.max_error_share
+    limits: dict[str, Any] = {**sizes, "max_error_share": config.reward.max_error_share}
 
     def judge(experience: Experience) -> Round:
         """Turns verdicts into rewards, and marks the groups to keep."""
@@ -104,9 +104,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
         with jax.set_mesh(mesh):
             advance = advance_of(run, weights, judge, sampling, version=version)
             steps = segment_steps(config)
-            return accumulate_segments(
-                advance, stream, source, groups, segment_steps=steps, max_error_share=most_failing, **sizes
-            )
+            return accumulate_segments(advance, stream, source, groups, segment_steps=steps, **limits)
     with (
         jax.set_mesh(mesh),
         run.sampler.open(
@@ -120,13 +118,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
         ) as samples,
     ):
         overlaps, most = samples.overlaps, prompts_at_once(config)
-        accepted = accumulate_groups(
-            *(sample_round, stream, source, groups),
-            max_wave=most,
-            overlaps=overlaps,
-            max_error_share=most_failing,
-            **sizes,
-        )
+        accepted = accumulate_groups(sample_round, stream, source, groups, max_wave=most, overlaps=overlaps, **limits)
     return accepted.with_given_up(samples.given_up)
 
 

@@ -39,8 +39,10 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
         yield from _gdpo_problems(config)
     estimator = ESTIMATORS.get(algorithm.adv_estimator, ESTIMATORS["grpo"])
     if given_function(config) == "none" and needs(estimator, "accuracy"):
-        reads = f"algorithm.adv_estimator={algorithm.adv_estimator} reads the verifier's acc"
-        yield f"{reads}, and reward.function is none: give one, or choose grpo"
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} reads the verifier's acc, and reward.function is none: "
+            "give one, or choose grpo"
+        )
     if given_function(config) == "none" and groups.enable and groups.metric == "acc":
         yield (
             "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "

@@ -68,8 +68,9 @@ def _of_loss(config: Config) -> Iterator[str]:
         )
     if mode in HARDLY_EVER and max(low, high) > HARDLY_EVER[mode][0]:
         yield f"{of_mode} with actor.clip_ratio_low={low}, clip_ratio_high={high} hardly ever {HARDLY_EVER[mode][1]}"
-    by_token = algorithm.use_kl_in_reward or algorithm.gamma < 1 if estimator == "reinforce_plus_plus" else False
-    by_token |= estimator in ("gae", "optimal_token_baseline", "cpo") and "seq" not in algorithm.cpo.wrap_method
+    by_token = estimator in ("gae", "optimal_token_baseline")
+    by_token |= estimator == "cpo" and "seq" not in algorithm.cpo.wrap_method
+    by_token |= estimator == "reinforce_plus_plus" and (algorithm.use_kl_in_reward or algorithm.gamma < 1)
     if mode == "geo_mean" and by_token:
         yield (
             f"{of_mode} averages the advantages of a response, so adv_estimator={estimator} cannot tell its tokens "

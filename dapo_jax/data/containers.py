@@ -55,9 +55,7 @@ class Tokens:
     old_logprobs: Array  # float32, the ratio's denominator
     advantages: Array  # float32, 0 on padding
     by_policy: Array = None  # bool, those of `mask` that the policy wrote; None = all
-    sampled_logprobs: Array = (
-        None  # float32, when the token was sampled, if `old_logprobs` are recomputed and it counts
-    )
+    sampled_logprobs: Array = None  # float32, the sampler's, if `old_logprobs` are recomputed and a mask needs these
     loss_weights: Array = None  # float32, each token's share in the loss of its mini-batch
     importance_weights: Array = None  # float32, from rollout correction
     ref_logprobs: Array = None  # float32, under the reference policy

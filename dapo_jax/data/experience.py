@@ -213,11 +213,16 @@ def describe_failures(parts: Sequence[Outcomes]) -> str:
     failed = sum(int(part.failed.sum()) for part in parts)
     if not failed:
         return ""
-    error = max(parts, key=lambda part: part.failed.sum()).error
+    error = _main_error(parts)
     count = sum(part.failed.size for part in parts)
     share = f"all {count}" if failed == count else f"{failed} of {count}"
     failing = "the judge gave no verdict" if error.startswith(JUDGE_ERROR) else "the reward function failed"
     return f"{failing} on {share} responses, most often with {error.removeprefix(JUDGE_ERROR)}"
+
+
+def _main_error(parts: Sequence[Outcomes]) -> str:
+    """The most frequent error of the part in which most verifications failed."""
+    return max(parts, key=lambda part: part.failed.sum()).error
 
 
 def total_failure(parts: Sequence[Outcomes], what: str, max_share: float = 1.0) -> str | None:
@@ -234,7 +239,7 @@ def total_failure(parts: Sequence[Outcomes], what: str, max_share: float = 1.0) 
         "correct it, and let it return its lowest score for a response that it cannot read (for a time-out, raise "
         "reward.timeout_s)"
     )
-    if max(parts, key=lambda part: part.failed.sum()).error.startswith(JUDGE_ERROR):
+    if _main_error(parts).startswith(JUDGE_ERROR):
         cure = "correct reward.judge, or see that its endpoint works"
     return f"{what}: {describe_failures(parts)}{limit}: {cure}; then rerun the same command"
 

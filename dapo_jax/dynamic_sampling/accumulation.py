@@ -94,7 +94,7 @@ def accumulate_groups(
             all wrong, and names the ways out. Or too many verifications failed.
     """
     attempt = _Attempt(
-        *(start_round, state, prompts, options, target, gen_batch_size, max_wave, step, overlaps, max_error_share)
+        start_round, state, prompts, options, target, gen_batch_size, max_wave, step, overlaps, max_error_share
     )
     while not attempt.is_certain() and (attempt.dispatch() or attempt.in_flight):
         if not attempt.streams or attempt.is_full() or not attempt.wants_more():

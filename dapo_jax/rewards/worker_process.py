@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.environment import without_secrets
 from dapo_jax.rewards.messages import MAX_ANSWER, Answer, MalformedAnswer, decode_answer, decode_start, receive, send
 from dapo_jax.rewards.weighted import described
 
@@ -25,19 +24,12 @@ _REAP_LIMIT_S = 10.0  # for the system to end a killed process
 class Worker:
     """One worker process and the pool's end of its connection. Only one thread may use it at a time."""
 
-    def __init__(
-        self, verifier: str, memory_limit_mb: int, pattern: str, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """
-        Args:
-            environment: its variables; None = those of this process without secrets.
-        """
+    def __init__(self, verifier: str, memory_limit_mb: int, pattern: str, environment: Mapping[str, str]) -> None:
         self._verifier = verifier
         self._ready = False
         self._connection, inherited = socket.socketpair()
         # A worker finds the same modules as this process; a verifier that uses JAX leaves the accelerator alone.
-        environment = dict(without_secrets(os.environ) if environment is None else environment)
-        environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+        environment = {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
         arguments = [str(inherited.fileno()), verifier, str(memory_limit_mb), pattern]
         with inherited:
             self._process = subprocess.Popen(
