@@ -270,8 +270,8 @@ def test_a_worker_gets_no_secret_that_is_not_named_and_limits(monkeypatch):
     limits = ["RLIMIT_FSIZE", "RLIMIT_NPROC"]
     options = {"num_workers": 1, "timeout_s": 30, "hidden_env": ("MY_JUDGE",)}
     with VerifierPool("hostile_verifier.score", env=("NEEDED_KEY",), **options) as pool:
-        seen, found = pool.score([request("environment"), request("limits", names=limits)])
-    assert {*seen.pred.split()} & {*secret, "HARMLESS"} == {"NEEDED_KEY", "HARMLESS"}
+        seen, found = pool.score([request("environment", names=[*secret, "HARMLESS"]), request("limits", names=limits)])
+    assert {*seen.pred.split()} == {"NEEDED_KEY", "HARMLESS"}
     assert found.numbers["RLIMIT_FSIZE"] == worker.MAX_FILE and found.numbers["RLIMIT_NPROC"] >= worker.MORE_TASKS
     with pytest.raises(ValueError, match="reward.env=.'ABSENT',. must be variables that are set: export ABSENT"):
         VerifierPool("hostile_verifier.score", env=("ABSENT",), **options)

@@ -54,7 +54,7 @@ WAYS = {
     "long_numbers": lambda info: {"score": 1.0, "acc": 1.0, "pred": 10**10000, "n" * 2000: 1.0},
     "huge_text": lambda info: {"score": 1.0, "pred": "1" * 50_000_000},
     "odd_text": lambda info: {"score": 1.0, "pred": "a\0b\ud800"},
-    "environment": lambda info: {"score": 1.0, "pred": " ".join(os.environ)},
+    "environment": lambda info: {"score": 1.0, "pred": " ".join(os.environ.keys() & info["names"])},
     "limits": lambda info: {"score": 1.0, **{n: resource.getrlimit(getattr(resource, n))[0] for n in info["names"]}},
     "give": lambda info: RESULTS[info["result"]],
     "function": lambda info: lambda: 0,
