@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import math
 import shutil
 import time
@@ -22,7 +23,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models, TrainState
 from dapo_jax.parallel.endings import is_jax_failure
 from dapo_jax.parallel.event_loops import whole_loops
-from dapo_jax.parallel.processes import is_first
+from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.places import is_address
 from dapo_jax.progress import Progress
 
@@ -69,9 +70,11 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._metric = measure = _METRIC if (metric, mode) == ("", "max") else f"{_METRIC} of {mode} {metric}"
 
-        def quality(metrics: dict[str, float | None]) -> float:
-            value = metrics.get(measure)
-            return value if value is not None else -math.inf if mode == "max" else math.inf
+        def quality(metrics: dict[str, float | None]) -> Any:
+            """What Orbax sorts by. Of equally good ones the first is the best, as in `progress.with_quality`."""
+            value, step = metrics.get(measure), metrics.get("step") or 0
+            worst = -math.inf if mode == "max" else math.inf
+            return value if value is not None else worst, -step if mode == "max" else step
 
         best = BestN(get_metric_fn=quality, reverse=mode == "min", n=keep_best, keep_checkpoints_without_metrics=False)
         log = absl.logging.get_absl_logger()
@@ -113,6 +116,12 @@ class Checkpoints:
         """The newest complete step."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints, once they are on disk. Every process must call it."""
+        with self._writing():
+            self._manager.wait_until_finished()
+        return list(self._manager.all_steps())
+
     def minutes_since_save(self) -> float:
         """Minutes since the start or the last checkpoint, by this process's clock."""
         return (time.monotonic() - self._saved_at) / 60
@@ -131,13 +140,17 @@ class Checkpoints:
         Args:
             stream: NumPy arrays of any shape, nested by name: what is saved besides models and progress.
             metric: how good the policy is, to choose the best checkpoints.
-            replace: write an existing one again, if another one is left to resume from meanwhile.
+            replace: write an existing one again, if another one is left to resume from meanwhile; else only its metric.
 
         Raises:
             RuntimeError: there is no space for it, or an earlier one could not be written.
         """
         steps = self._manager.all_steps()
+        measured = {self._metric: metric if metric is not None and math.isfinite(metric) else None}
+        measured["step"] = progress.step
         if progress.step in steps and not (replace and len(steps) > 1):
+            if replace:
+                self._write_metric(progress.step, measured)
             return
         progress = dataclasses.replace(progress, stream=_digest(stream))
         self._saved_at = time.monotonic()
@@ -153,8 +166,19 @@ class Checkpoints:
                     progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
                     stream=ocp.args.StandardSave(stream),
                 ),
-                metrics={self._metric: metric if metric is not None and math.isfinite(metric) else None},
+                metrics=measured,
             )
+
+    def _write_metric(self, step: int, measured: dict[str, float | None]) -> None:
+        """Gives an existing checkpoint another metric."""
+        with self._writing():
+            self._manager.wait_until_finished()
+            if is_first():
+                folder = epath.Path(self._directory) / str(step) / "metrics"
+                (folder / "new").write_text(json.dumps(measured))
+                (folder / "new").replace(folder / "metrics")
+            gather(None)  # the other processes read it too
+            self._manager.reload()
 
     def restore(self, step: int, shape: Models) -> tuple[Models, Progress, dict[str, Any]]:
         """The models, laid out as in `shape` (jax.ShapeDtypeStruct with shardings), the progress and the stream.
@@ -265,6 +289,15 @@ def saved_steps(directory: epath.PathLike) -> list[int]:
     """The steps of the complete checkpoints in a directory, sorted."""
     place = epath.Path(directory)
     return sorted(int(one.name) for one in place.iterdir() if is_checkpoint(one)) if place.is_dir() else []
+
+
+def saved_by(directory: epath.PathLike, step: int) -> tuple[str, str]:
+    """The id and the workdir of the run that saved a checkpoint; "" if an earlier version did, or it is damaged."""
+    try:
+        record = json.loads((epath.Path(directory) / str(step) / "progress" / "metadata").read_text())
+        return str(record.get("run", "")), str(record.get("workdir", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return "", ""
 
 
 def _digest(stream: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +43,14 @@ class Progress:
     best: float | None = None  # trainer.best_metric at its best
     best_step: int = 0  # its step
     best_of: str = ""  # the metric that it is, and whether more or less is better
+    quality: float | None = None  # the same metric after this step; None if it was not measured
+    temperature: float | None = None  # rollout.temperature of the groups that are saved with it
+    run: str = ""  # the run's id, see run_id.py
+    workdir: str = ""  # of the run: an absolute path or an address
+    started_at: float = 0.0  # Unix time of the run's first start; 0 = not known
+    saved_at: float = 0.0  # Unix time of this checkpoint
+    step_seconds: float = 0.0  # that the steps took which are done
+    lost_seconds: float = 0.0  # from a checkpoint until a start has resumed from it, over all restarts
     unrecorded: dict[str, Any] | None = None  # metrics and samples of the step until they are recorded
 
 
@@ -122,22 +132,50 @@ def advance(
         tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
         nonfinite_in_a_row=0 if is_finite(metrics) else progress.nonfinite_in_a_row + 1,
         alarms=memory,
+        quality=None,
     )
     return progress, further | alarms
 
 
-def with_quality(progress: Progress, quality: float | None, *, metric: str, mode: str) -> Progress:
-    """`progress` with the best quality of the policy so far, and its step.
+def best_of(config: Config) -> str:
+    """The metric that is best where it is largest or smallest, and which of the two."""
+    return f"{config.trainer.best_metric_mode} {config.trainer.best_metric}"
+
+
+def with_quality(config: Config, progress: Progress, quality: float | None) -> Progress:
+    """`progress` with the quality of its policy, and the best so far with its step: of equal ones the first.
 
     Args:
-        quality: of this step's policy; None if it was not measured.
-        metric, mode: what `quality` is, and "max" or "min". A best value of another metric counts for nothing.
+        quality: trainer.best_metric of this step's policy; None if it was not measured. NaN counts as not measured.
     """
-    best_of = f"{mode} {metric}"
-    if progress.best_of not in ("", best_of):
-        progress = dataclasses.replace(progress, best=None, best_step=0)
-    progress = dataclasses.replace(progress, best_of=best_of)
-    better = max if mode == "max" else min
+    if quality is not None and not math.isfinite(quality):
+        quality = None
+    progress = dataclasses.replace(progress, quality=quality, best_of=best_of(config))
+    better = max if config.trainer.best_metric_mode == "max" else min
     if quality is None or (progress.best is not None and better(quality, progress.best) == progress.best):
         return progress
     return dataclasses.replace(progress, best=quality, best_step=progress.step)
+
+
+def without_best(progress: Progress) -> Progress:
+    """`progress` of which it is not known how good its policies were."""
+    return dataclasses.replace(progress, best=None, best_step=0, quality=None)
+
+
+def begun(progress: Progress, run: str, workdir: str, *, start: float) -> Progress:
+    """`progress` as a start of the run in `workdir` continues it; the time since its checkpoint is lost.
+
+    Args:
+        start: Unix time at which the command was called.
+    """
+    if progress.run != run or not progress.started_at:  # a new run, or the first start that keeps the time
+        clock = {"started_at": start, "step_seconds": 0.0, "lost_seconds": 0.0}
+    else:
+        clock = {"lost_seconds": progress.lost_seconds + max(time.time() - progress.saved_at, 0.0)}
+    return dataclasses.replace(progress, run=run, workdir=workdir, **clock)
+
+
+def goodput(progress: Progress) -> dict[str, float]:
+    """The share of the time since the run's first start that went into steps that count, and the seconds lost."""
+    whole = max(time.time() - progress.started_at, progress.step_seconds, 1e-9)
+    return {"perf/goodput": progress.step_seconds / whole, "time/lost": progress.lost_seconds}

@@ -1,7 +1,7 @@
 """Host: the summary of a run."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,32 @@ def results(task_sets: Sequence[TaskSet]) -> list[str]:
 
 
 def summary(
-    config: Config, task_sets: Sequence[TaskSet], progress: Progress, seconds: Mapping[str, float]
+    config: Config,
+    task_sets: Sequence[TaskSet],
+    progress: Progress,
+    seconds: Mapping[str, float],
+    saved: Collection[int],
 ) -> list[tuple[str, Value]]:
-    """The table at the end of a run. `seconds` are those of each stage since the command was started."""
+    """The table at the end of a run.
+
+    Args:
+        seconds: of each stage since the command was started.
+        saved: the steps of the checkpoints.
+    """
     workdir = Path(config.workdir)
     accuracies = {row["step"]: mean_accuracy(row) for row in read_metrics(workdir)}
     evaluated = [step for step, accuracy in accuracies.items() if accuracy is not None and step > 0]
     problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in task_sets)
     logdir = workdir if workdir.parent == Path(".") else workdir.parent  # there a run has the name of its directory
+    lost = progress.best is not None and progress.best_step not in (0, *saved)
+    reason = f"none: step {progress.best_step} was not saved or not kept (trainer.save_freq, trainer.keep_best_ckpt)"
     tensorboard = [("TensorBoard", f"tensorboard --logdir {logdir}")]
     return [
         ("held-out accuracy before", accuracies.get(0)),
         ("held-out accuracy after", accuracies[evaluated[-1]] if evaluated else None),
         ("best", progress.best),
         ("best after step", None if progress.best is None else progress.best_step),
+        *([("checkpoint of the best", reason)] if lost else []),
         ("held-out problems x samples", problems or None),
         ("tokens generated", progress.tokens_generated),
         ("tokens trained", progress.tokens_trained),

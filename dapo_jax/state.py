@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.checkpoint import Checkpoints, Origin, saved_steps
+from dapo_jax.checkpoint import Checkpoints, Origin
 from dapo_jax.command.option_uses import PUT_BACK
 from dapo_jax.command.warnings import warnings
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import from_values
 from dapo_jax.data.collected import Collected
 from dapo_jax.data.experience import Experience, from_arrays, to_arrays
 from dapo_jax.data.prompts import PromptSet
@@ -23,10 +23,10 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.monitor.records import config_differences, recorded_config
+from dapo_jax.monitor.records import config_differences
 from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
-from dapo_jax.progress import Progress, first_coefficient, resumed_coefficient
+from dapo_jax.progress import Progress, best_of, first_coefficient, resumed_coefficient, without_best
 from dapo_jax.run import Run
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
     if latest is not None:
         origin = Origin(checkpoint_dir(config), latest)
     else:
-        _check_not_moved(config)
         origin = find_checkpoint(other) if other else None
     if other and is_own(other, config):
         raise InputError(
@@ -89,24 +88,13 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
     return origin
 
 
-def _check_not_moved(config: Config) -> None:
-    """Raises ValueError if the run saved its checkpoints in another directory than the config now names."""
-    recorded = recorded_config(config.workdir)
-    before = checkpoint_dir(from_values(recorded | {"workdir": config.workdir})) if recorded else ""
-    if before and before != checkpoint_dir(config) and saved_steps(before):
-        raise InputError(
-            f"workdir={config.workdir} has its checkpoints in {before}, and trainer.checkpoint_dir now says "
-            f"{checkpoint_dir(config)}: move them there, or start in a new workdir with "
-            f"trainer.resume_from_path={before}"
-        )
-
-
 def first_state(run: Run) -> RunState:
     """A run before its first step."""
     progress = Progress(
         unrecorded={"metrics": {}, "samples": [], "histograms": {}} if run.config.trainer.val_before_train else None,
         prompts=run.problems.train_set.checksum(),
         log_bytes=0,
+        temperature=run.config.rollout.temperature,
     )
     progress = first_coefficient(run.config, progress)
     return RunState(run.learner.init_models(), progress, _first_stream(run), run.sampler.state())
@@ -120,12 +108,11 @@ def _first_stream(run: Run) -> StreamState:
     )
 
 
-def save_state(
-    run: Run, checkpoints: Checkpoints, state: RunState, *, metric: float | None = None, replace: bool = False
-) -> None:
-    """Begins to write `state`; `metric` is how good it is, None if that was not measured."""
+def save_state(run: Run, checkpoints: Checkpoints, state: RunState, *, replace: bool = False) -> None:
+    """Begins to write `state`, with how good its policy is."""
+    progress = dataclasses.replace(state.progress, saved_at=time.time())
     with run.monitor.stage("save_checkpoint"):
-        checkpoints.save(state.models, state.progress, saved_arrays(state), metric=metric, replace=replace)
+        checkpoints.save(state.models, progress, saved_arrays(state), metric=progress.quality, replace=replace)
 
 
 def saved_arrays(state: RunState) -> dict[str, Any]:
@@ -188,6 +175,10 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     if not own:
         progress = dataclasses.replace(progress, log_bytes=0)  # of this run's log
     progress = resumed_coefficient(run.config, progress)
+    if progress.best_of not in ("", best_of(run.config)):
+        progress = without_best(progress)
+    sampled_at = progress.temperature
+    progress = dataclasses.replace(progress, temperature=run.config.rollout.temperature)
     logger.warning("resuming after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     sampler = run.sampler
     sampler.restore(arrays["engine"])
@@ -200,12 +191,13 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
                 "this one"
             )
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
-        progress = dataclasses.replace(progress, prompts=prompts, best=None, best_step=0, alarms={})
+        progress = dataclasses.replace(without_best(progress), prompts=prompts, alarms={})
         return RunState(models, progress, _first_stream(run), sampler.state())
     for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
         _check_groups(run.config, groups)
     _check_begun(run.config, arrays.get("begun", {}), progress.step)
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
+    check_sampling(run.config, stream, ahead, sampled_at)
     return RunState(models, progress, stream, sampler.state(), ahead)
 
 
@@ -232,6 +224,25 @@ def _check_shape(config: Config, groups: Mapping[str, Any]) -> None:
             f"the run has {wanted[0]}, {wanted[1]}: restore those, or start in a new workdir with model.path set to "
             "this one"
         )
+
+
+def check_sampling(config: Config, stream: StreamState, ahead: Collected | None, temperature: float | None) -> None:
+    """Raises ValueError unless the run would have sampled the groups of a checkpoint as they were.
+
+    Args:
+        temperature: at which they were sampled: their log-probabilities are of it. None = not known.
+    """
+    held = stream.carried or stream.begun or (ahead and ahead.experience)
+    size = ahead and int(ahead.metrics["dynamic_sampling/target_prompt_num"])
+    for name, found, wanted in (
+        ("rollout.temperature", temperature if held else None, config.rollout.temperature),
+        ("data.train_batch_size", size, config.data.train_batch_size),
+    ):
+        if found not in (None, wanted):
+            raise InputError(
+                f"the checkpoint holds groups that were sampled with {name}={found}, and the run has {wanted}: restore "
+                "that value, or start in a new workdir with model.path set to this one"
+            )
 
 
 def _check_begun(config: Config, groups: Mapping[str, Any], step: int) -> None:

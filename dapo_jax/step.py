@@ -187,7 +187,12 @@ def train_step(
     metrics = sampled.metrics | found | further | performance
     rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
     row = step_row(sampled, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
-    progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
+    progress = dataclasses.replace(
+        progress,
+        unrecorded=row,
+        log_bytes=log_bytes(config.workdir),
+        step_seconds=progress.step_seconds + seconds,
+    )
     return RunState(models, progress, stream, run.sampler.state(), ahead)
 
 

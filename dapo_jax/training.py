@@ -40,10 +40,11 @@ from dapo_jax.other_runs import pinned
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.problems import TaskSet
-from dapo_jax.progress import Progress, with_quality
+from dapo_jax.progress import Progress, begun, goodput, with_quality
 from dapo_jax.reports import options, results, summary
 from dapo_jax.rewards.verifiers import NO_OWN
 from dapo_jax.run import Own, Run, check_processes, describe, open_run
+from dapo_jax.run_id import RUN_ID, find_run_id, write_run_id
 from dapo_jax.sample_texts import held_out_texts
 from dapo_jax.settings import chosen_attention, learning_rate_plan, warn_of_warm_up
 from dapo_jax.state import RunState, first_state, restore_state, save_state, starting_point
@@ -77,9 +78,11 @@ def train(config: Config, *, own: Own = NO_OWN) -> Models:
 
 def _train(config: Config, workdir: Workdir, own: Own) -> Models:
     """`train` in an open work directory."""
+    start, given = time.time(), config.workdir
     config = with_downloads(pinned(in_folder(config, workdir.folder)))
     trainer = config.trainer
     check_processes(config)
+    run_id = find_run_id(config, given)  # before anything is cleaned up there
     checkpoints = Checkpoints(
         checkpoint_dir(config),
         max_to_keep=trainer.max_ckpt_to_keep,
@@ -93,6 +96,8 @@ def _train(config: Config, workdir: Workdir, own: Own) -> Models:
             origin = starting_point(config, checkpoints)
             with open_run(config, initial_step=origin.step if origin else 0, check=stop.check, own=own) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
+                progress = begun(state.progress, run_id.id, run_id.workdir, start=start)
+                state = dataclasses.replace(state, progress=progress)
                 mesh = run.learner.mesh
                 attention, _ = chosen_attention(run.config, run.arch, mesh)
                 logger.info("%s", describe(run.config, run.arch, run.problems, mesh, attention))
@@ -101,14 +106,17 @@ def _train(config: Config, workdir: Workdir, own: Own) -> Models:
                     logger.info("%s", plan)
                     run.monitor.console.note(plan)
                 if is_first():
-                    rewind_log(config.workdir, state.progress.log_bytes)
-                with open_records(config, state.progress if origin else None, workdir.upload) as records:
+                    rewind_log(config.workdir, progress.log_bytes)
+                    write_run_id(config.workdir, run_id)
+                    workdir.upload(RUN_ID)  # before a checkpoint has it
+                with open_records(config, progress if origin else None, workdir.upload) as records:
                     records.describe(options(config), results(run.problems.task_sets))
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.monitor.console.close()
+                    saved = checkpoints.steps()
                     if is_first():
                         seconds = run.monitor.timers.totals
-                        table = summary(run.config, run.problems.task_sets, state.progress, seconds)
+                        table = summary(run.config, run.problems.task_sets, state.progress, seconds, saved)
                         run.monitor.console.final_table(table)
         except Stopped as reason:
             logger.warning("%s", reason)
@@ -205,17 +213,17 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
     if quality is None and trainer.best_metric and evaluated:
         known = ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*"
         logger.warning("trainer.best_metric=%s is no metric of step %d, which has %s", trainer.best_metric, step, known)
-    progress = with_quality(progress, quality, metric=trainer.best_metric, mode=trainer.best_metric_mode)
+    progress = with_quality(run.config, progress, quality)
     with run.monitor.stage("write"):
         records.write_samples(step, samples)
         records.write_histograms(step, row["histograms"])
-    record(run, records, step, metrics)
+    record(run, records, step, metrics | (goodput(progress) if step else {}))
     progress = dataclasses.replace(progress, unrecorded=None, log_bytes=log_bytes(run.config.workdir))
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.state())
     saved_before = checkpoints.latest_step() == step  # by a run that stopped between update and record
     minutes = trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes
     if step and (saved_before or minutes or is_due(step, trainer.save_freq, total)):
-        save_state(run, checkpoints, state, metric=quality, replace=True)
+        save_state(run, checkpoints, state, replace=True)
     return state
 
 

@@ -58,6 +58,25 @@ def test_the_newest_and_the_best_are_kept(tmp_path, mode, best):
     assert steps(tmp_path / mode) == [best, 7, 8]
 
 
+def test_of_equally_good_ones_the_first_is_kept(tmp_path):
+    for mode in ("max", "min"):
+        write(tmp_path / mode, {1: 0.5, 2: 0.5, 3: None, 4: 0.5, 5: None}, max_to_keep=1, keep_best=1, mode=mode)
+        assert steps(tmp_path / mode) == [1, 5]
+
+
+def test_a_lone_checkpoint_gets_its_metric_when_its_step_has_been_evaluated(tmp_path):
+    """It was saved before, and cannot be replaced: the best was forgotten."""
+    write(tmp_path, {1: None})
+    checkpoints = Checkpoints(str(tmp_path), max_to_keep=1, keep_best=1)
+    checkpoints.save(models(1), Progress(step=1), {"next_prompt": np.array(1)}, metric=0.9, replace=True)
+    for step, metric in ((2, 0.1), (3, 0.2)):
+        save(checkpoints, step, metric)
+    assert checkpoints.steps() == [1, 3]
+    checkpoints.close()
+    write(tmp_path, {4: 0.3}, max_to_keep=1, keep_best=1)
+    assert steps(tmp_path) == [1, 4]
+
+
 def test_the_best_by_another_metric_is_not_the_best(tmp_path):
     write(tmp_path, {1: 0.9, 2: 0.1, 3: 0.2}, max_to_keep=1, keep_best=1)
     assert steps(tmp_path) == [1, 3]

@@ -128,7 +128,7 @@ def test_a_run_in_a_bucket(whole, bucket, tmp_path):
     folder = bucket / "runs" / "10"
     events = {path.name for path in folder.glob(EVENTS)}
     names = {path.name for path in folder.iterdir()} - events
-    of_config = {"config.json", "environment.json", "lock.2"}
+    of_config = {"config.json", "environment.json", "lock.2", "run_id"}
     assert names == {"checkpoints", "metrics.jsonl", "samples", "train.log"} | of_config
     local = train(small_config(tmp_path / "local", **{"model.path": str(bucket / "model")}))
     assert_same_policy(models, jax.device_get(local.actor.params))

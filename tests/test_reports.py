@@ -64,6 +64,13 @@ def test_memory_is_what_devices_and_host_tell(monkeypatch):
     assert "perf/cpu_memory_used_gb" not in memory_metrics(fake)
 
 
+@pytest.mark.parametrize(("saved", "lost"), [([2, 4], False), ([4], True)])
+def test_the_table_says_that_the_best_checkpoint_is_not_on_disk(tmp_path, saved, lost):
+    (tmp_path / "metrics.jsonl").write_text("")
+    table = dict(summary(small_config(tmp_path), [], Progress(best=0.5, best_step=2), {}, saved))
+    assert str(table.get("checkpoint of the best")).startswith("none: step 2 was not saved or not kept") == lost
+
+
 @pytest.mark.parametrize(
     ("measured", "before", "after"),
     [({0: 0.2, 2: 0.5, 4: 0.7}, 0.2, 0.7), ({2: 0.5, 4: 0.7}, None, 0.7), ({0: 0.2}, 0.2, None), ({}, None, None)],
@@ -71,5 +78,5 @@ def test_memory_is_what_devices_and_host_tell(monkeypatch):
 def test_before_and_after_are_of_the_untrained_and_the_trained_policy(tmp_path, measured, before, after):
     rows = [{"step": step} | ({"eval/a/acc/mean@4": measured[step]} if step in measured else {}) for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = dict(summary(small_config(tmp_path), [], Progress(), {}))
+    table = dict(summary(small_config(tmp_path), [], Progress(), {}, []))
     assert (table["held-out accuracy before"], table["held-out accuracy after"]) == (before, after)

@@ -1,6 +1,7 @@
 """Sampling a batch ahead, on devices of its own: what it is defined to be, its records, and how it goes on."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -10,12 +11,14 @@ from small_run import Killed, assert_same_checkpoint, assert_same_policy, rows_w
 from dapo_jax import meshes
 from dapo_jax import training as train_module
 from dapo_jax.command.validation import validate
+from dapo_jax.data.collected import Collected
+from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
 from dapo_jax.progress import advance
 from dapo_jax.run import open_run
-from dapo_jax.state import first_state
+from dapo_jax.state import check_sampling, first_state
 from dapo_jax.step import sample_batch, train_on
 from dapo_jax.training import train
 
@@ -107,6 +110,8 @@ def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch)
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(train_module, "is_due", stop)
             train(small_config(tmp_path, **AHEAD))
+    with pytest.raises(ValueError, match="data.train_batch_size=4, and the run has 8: restore that value"):
+        train(small_config(tmp_path, **AHEAD, **{"data.train_batch_size": 8}))
     models = train(small_config(tmp_path, **AHEAD))
     assert_same_policy(models, ahead[1])
     assert rows_without_clock(tmp_path) == rows_without_clock(ahead[0])
@@ -137,6 +142,21 @@ def test_training_ahead_may_be_divided_without_tensor(tmp_path, divided):
         assert trained == wanted and trained
     for row, wanted in zip(read_metrics(tmp_path)[1:], read_metrics(folder)[1:3], strict=True):
         assert row["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_batch_of_another_size_that_was_sampled_ahead_is_refused(tmp_path, size):
+    """A smaller one ended with a shape that cannot be, a larger one trained on fewer groups."""
+    ahead = Collected(None, {"dynamic_sampling/target_prompt_num": 4.0}, 4, 4)
+    stream = StreamState(0, 1.0, History.empty(1))
+    for given in (4, size):
+        config = small_config(tmp_path, **{"data.train_batch_size": given})
+        with (
+            nullcontext()
+            if given == 4
+            else pytest.raises(ValueError, match=f"train_batch_size=4, and the run has {size}")
+        ):
+            check_sampling(config, stream, ahead, None)
 
 
 def test_training_and_sampling_have_devices_of_their_own():

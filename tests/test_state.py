@@ -78,6 +78,7 @@ def test_a_run_that_ends_in_other_phases_saves_and_resumes(whole, tmp_path, monk
     assert saved(tmp_path) == [1]
     ends(monkeypatch, config, step_module, "update", 2)  # before the first weights change: step 3 is thrown away
     assert saved(tmp_path) == [1, 2]
+    assert item(tmp_path, 2, "metrics/metrics")["value"] == mean_accuracy(whole[2][2])  # keep-best forgot it
     ends(monkeypatch, config, step_module, "sample_groups", 2, action=fail, error=RuntimeError, match="too few groups")
     assert saved(tmp_path) == [1, 2, 3]
     ends(monkeypatch, config, update_module, "_loss_weights", 2)  # between optimizer steps: it ends within the patience
@@ -229,6 +230,8 @@ def test_a_batch_that_is_not_finite_changes_nothing_and_is_kept_and_too_many_in_
         with pytest.raises(RuntimeError, match=r"not finite in 2 steps in a row, up to step 4 .*nonfinite: lower"):
             train(config)
     assert saved(tmp_path) == [4]
+    measured = mean_accuracy(read_metrics(tmp_path)[-1])
+    assert measured is not None and item(tmp_path, 4, "metrics/metrics")["value"] == measured
     models = train(config)  # without the fault it resumes
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
@@ -261,6 +264,10 @@ def test_a_restart_that_would_lose_something_is_refused(whole, tmp_path):
         with pytest.raises(ValueError, match=message):
             train(small_config(run, **{name: value}))
         assert rows_without_clock(run) == whole[2] and saved(run) == [1, 2, 3, 4]
+    new = small_config(tmp_path / "new", **{"trainer.checkpoint_dir": f"{whole[0]}/checkpoints"})
+    with pytest.raises(ValueError, match=f"holds checkpoints of the run in {whole[0]}, not of workdir={tmp_path}/new"):
+        train(new)
+    assert not (tmp_path / "new" / "config.json").exists(), "options that were never used are not recorded"
 
 
 @pytest.mark.slow
@@ -271,3 +278,9 @@ def test_carried_groups_of_another_shape_are_refused(tmp_path):
         train(small_config(tmp_path, **carry, **{"data.max_response_length": 5}))
     with pytest.raises(ValueError, match=r"sampled with algorithm.use_kl_in_reward=False, and the run has True"):
         train(small_config(tmp_path, **carry, **{"algorithm.use_kl_in_reward": True}))
+    with pytest.raises(ValueError, match=r"sampled with rollout.temperature=1.0, and the run has 0.5: restore"):
+        train(small_config(tmp_path, **carry, **{"rollout.temperature": 0.5}))
+    train(small_config(tmp_path, **carry, **{"data.train_batch_size": 2, "trainer.total_training_steps": 2}))
+    assert (
+        read_metrics(tmp_path)[-1]["experience_pipeline/experience_count"] == 2 * 16
+    )  # more are carried than it takes

@@ -19,7 +19,7 @@ LAYERS = [
     ("rewards",),
     ("learner", "rollout", "dynamic_sampling", "progress"),
     ("checkpoint", "problems", "verl"),
-    ("command", "other_runs"),
+    ("command", "other_runs", "run_id"),
     ("base_models",),
     ("downloads",),
     ("settings",),

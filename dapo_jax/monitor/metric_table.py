@@ -256,6 +256,8 @@ perf/total_num_tokens  tokens    tokens of the trained sequences, each with its 
 perf/throughput        tokens/s  total_num_tokens / time_per_step / devices
 [verl | always]
 perf/time_per_step  s  of the step without evaluation and saving
+[own | always]
+perf/goodput  share  time of the steps that count / time since the run's first start
 [own | a batch was trained on]
 perf/forward_tflop  10^12 operations  of one forward pass over the trained sequences (step_metrics.py)
 perf/update_efficiency  share  of the policy's update, the operations that its mini-batches need: without padding, and
@@ -310,6 +312,8 @@ time/experience_pipeline/operator/{2_BatchAssembly|3_GroupAdvantage}  s  as timi
 [Trinity-RFT | always]
 time/experience_pipeline/write  s  as timing_s/write; there is no experience buffer
 time/experience_pipeline/total  s  sum of operators and write, without forward passes
+[own | always]
+time/lost  s  by restarts until now: each from its checkpoint, with the steps that it repeats, until the run continues
 [Trinity-RFT | an evaluation was due]
 time/eval  s  as timing_s/testing
 [Trinity-RFT | the previous step was saved]
