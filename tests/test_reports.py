@@ -9,7 +9,7 @@ import pytest
 from small_policy import ARCH
 from small_run import small_config
 
-from dapo_jax import step_metrics
+from dapo_jax import progress, step_metrics
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.progress import Progress
 from dapo_jax.reports import summary
@@ -62,6 +62,16 @@ def test_memory_is_what_devices_and_host_tell(monkeypatch):
     assert memory_metrics(fake) == {"perf/max_memory_allocated_gb": 3.0, "perf/cpu_memory_used_gb": 0.5}
     monkeypatch.setattr(step_metrics, "used_host_bytes", lambda: None)
     assert "perf/cpu_memory_used_gb" not in memory_metrics(fake)
+
+
+def test_goodput_is_of_the_steps_that_count_and_restarts_lose_the_time_since_their_checkpoint(monkeypatch):
+    monkeypatch.setattr(progress.time, "time", lambda: 200.0)
+    first = progress.begun(Progress(), "a", "/a", start=100.0)
+    assert progress.goodput(dataclasses.replace(first, step_seconds=40.0)) == {"perf/goodput": 0.4, "time/lost": 0.0}
+    saved = dataclasses.replace(first, step_seconds=40.0, saved_at=170.0, lost_seconds=5.0)
+    assert progress.goodput(progress.begun(saved, "a", "/b", start=190.0)) == {"perf/goodput": 0.4, "time/lost": 35.0}
+    branch = progress.begun(saved, "b", "/b", start=190.0)  # a new run that began as another
+    assert progress.goodput(branch) == {"perf/goodput": 0.0, "time/lost": 0.0} and branch.started_at == 190
 
 
 @pytest.mark.parametrize(("saved", "lost"), [([2, 4], False), ([4], True)])

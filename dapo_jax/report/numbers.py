@@ -27,6 +27,11 @@ def mean(rows: Sequence[Row], metric: str) -> float | None:
     return math.fsum(value for _, value in found) / len(found) if found else None
 
 
+def last(rows: Sequence[Row], metric: str) -> float | None:
+    found = values(rows, metric)
+    return found[-1][1] if found else None
+
+
 def names(rows: Sequence[Row]) -> list[str]:
     """Every metric of the rows, in the order of their first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))

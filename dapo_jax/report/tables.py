@@ -10,6 +10,7 @@ from dapo_jax.report.numbers import (
     alarm_steps,
     duration,
     groups,
+    last,
     mean,
     number,
     percent,
@@ -56,6 +57,9 @@ def key_numbers(runs: Sequence[RunFiles]) -> list[Line]:
     lines.append(_line(runs, "Groups dropped", "", lambda run: percent(_dropped(run))))
     lines.append(_line(runs, "Steps", "", lambda run: number(len(run.steps))))
     lines.append(_line(runs, "Time", "", lambda run: duration(sum(stage_seconds(run.rows).values()))))
+    share = "time in steps that count, of all since the first start"
+    lines.append(_line(runs, "Goodput", share, lambda run: percent(last(run.steps, "perf/goodput"))))
+    lines.append(_line(runs, "Lost to restarts", "from a checkpoint until the run continued", _lost))
     lines.append(_line(runs, "Alarms raised", "", lambda run: number(sum(map(bool, alarm_steps(run.rows).values())))))
     return [line for line in lines if any(cell != "-" for cell in line.cells)]
 
@@ -152,6 +156,11 @@ def _change(runs: Sequence[RunFiles], metric: str, name: str) -> Line:
 def _dropped(run: RunFiles) -> float | None:
     found = groups(run.steps)
     return ratio(found["sampled"] - found["kept"], found["sampled"])
+
+
+def _lost(run: RunFiles) -> str:
+    seconds = last(run.steps, "time/lost")
+    return "-" if seconds is None else duration(seconds)
 
 
 def _overgeneration(run: RunFiles) -> str:

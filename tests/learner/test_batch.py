@@ -112,7 +112,7 @@ def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path
 @pytest.mark.slow
 def test_a_coefficient_and_a_best_metric_that_the_config_changes_are_taken_from_it(tmp_path, monkeypatch):
     progress = []
-    monkeypatch.setattr(train_module, "summary", lambda config, task_sets, last, seconds: progress.append(last) or [])
+    monkeypatch.setattr(train_module, "summary", lambda config, tasks, last, *rest: progress.append(last) or [])
     fixed = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1, "trainer.total_training_steps": 1}
     train(small_config(tmp_path, **fixed, **{"trainer.best_metric": "eval/arithmetic/acc/mean@4"}))
     changed = {"algorithm.kl_ctrl.kl_coef": 0.4, "trainer.total_training_steps": 2}

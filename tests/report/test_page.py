@@ -193,6 +193,15 @@ def test_several_runs_are_side_by_side(tmp_path):
     assert "workdir" not in between and "rollout.n" not in between
 
 
+def test_goodput_is_that_of_the_last_step(tmp_path):
+    rows = [{"step": step, "perf/goodput": step / 10, "time/lost": 30 * step} for step in range(1, 4)]
+    folder = write_run(tmp_path)
+    assert "Goodput" not in page_of(folder)[0].text  # a run of an earlier version
+    (folder / "metrics.jsonl").write_text("".join(map(to_json_line, rows)))
+    text = page_of(folder)[0].text
+    assert "Goodput" in text and "30%" in text and "Lost to restarts" in text and "1 min 30 s" in text
+
+
 def test_runs_of_one_name_are_refused(tmp_path):
     first, second = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run")
     with pytest.raises(InputError, match="several runs are called run: give each a name of its own"):
