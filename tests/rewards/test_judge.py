@@ -285,6 +285,7 @@ def test_processes_share_the_limits_and_no_file(server, opened, tmp_path):
         verdicts(judge, ["a"])
         with pytest.raises(RuntimeError, match="used 1, a share of 1/2 of reward.judge.max_requests=2"):
             verdicts(judge, ["b"])
+    assert not list(tmp_path.glob("*-shm")), "hosts that share a file system do not share memory"
     assert {file.name for file in tmp_path.glob("*.sqlite")} == {"answers_0.sqlite", "answers_1.sqlite"}
 
 
