@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from dapo_jax import __version__
 from dapo_jax.errors import say
@@ -50,7 +49,7 @@ def report(environment: Mapping[str, str]) -> str:
         [f"- `{name}={value}`" for name, value in named.items()] or ["No variable of JAX or its devices is set."],
         [f"- conflict: {one}" for one in unfit] or ["No known conflict of versions."],
     ]
-    return "\n\n".join("\n".join(lines) for lines in parts).replace(str(Path.home()), "~")
+    return "\n\n".join("\n".join(lines) for lines in parts).replace(os.path.expanduser("~"), "~")
 
 
 def notebook(environment: Mapping[str, str]) -> str:

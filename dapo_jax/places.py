@@ -12,7 +12,7 @@ from etils import epath
 
 from dapo_jax.errors import InputError
 
-CACHE = Path(os.environ.get("DAPO_JAX_CACHE") or "~/.cache/dapo_jax")
+CACHE = Path(os.path.expanduser(os.environ.get("DAPO_JAX_CACHE") or "~/.cache/dapo_jax"))  # with ~ if there is no home
 MODEL_FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")  # of a model directory
 
 
@@ -44,9 +44,20 @@ def place_of(path: str) -> epath.Path:
     if problem:
         raise InputError(problem)
     if not is_address(path):
-        return epath.Path(Path(path).expanduser().absolute())
+        return epath.Path(expanded(path).absolute())
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False  # others write there too
     return epath.Path(path)
+
+
+def expanded(path: str | Path) -> Path:
+    """`path` with the home directory for ~. InputError if there is none: no HOME, and no entry for this user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InputError(
+            f"{path} needs a home directory, which this user does not have: set HOME, or write the path without ~ "
+            "(of the cache: DAPO_JAX_CACHE and trainer.compilation_cache_dir)"
+        ) from error
 
 
 def without_tilde(path: Any) -> Any:
@@ -58,7 +69,7 @@ def without_tilde(path: Any) -> Any:
 
 def copy_of(address: str, kind: str) -> Path:
     """Where this machine keeps its copy of the files at `address`."""
-    return CACHE.expanduser() / kind / address.partition("://")[2].strip("/")
+    return expanded(CACHE) / kind / address.partition("://")[2].strip("/")
 
 
 def local_model(path: str) -> Path:
@@ -69,7 +80,7 @@ def local_model(path: str) -> Path:
         RuntimeError: there is no space for the copy.
     """
     if not is_address(path):
-        return Path(path).expanduser()
+        return expanded(path)
     place = place_of(path)
     if not place.exists():
         raise InputError(f"the model path {path} does not exist: give a Hugging Face model directory or a .gguf file")

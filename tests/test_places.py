@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +43,15 @@ def test_a_missing_package_is_named(tmp_path):
     with pytest.raises(ValueError, match=rf"trainer.checkpoint_dir={ADDRESS}/run {cure}") as told:
         validate(config)
     assert "data.val_files=s3://a/b must be gs://BUCKET/NAME" in str(told.value)
+
+
+def test_a_user_without_a_home_directory_can_import_and_is_told_what_needs_one():
+    """Neither HOME nor an entry of this user: some containers."""
+    code = "import os, pwd; os.environ.pop('HOME'); pwd.getpwuid = lambda _: {}[0]\n"
+    code += "from dapo_jax.hub.smollm2 import SMOLLM2\nfrom dapo_jax.places import local_model\nlocal_model(SMOLLM2)"
+    variables = {name: value for name, value in os.environ.items() if name != "DAPO_JAX_CACHE"} | {"HOME": "/"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert "InputError: ~/.cache/dapo_jax" in done.stderr and "needs a home directory" in done.stderr
 
 
 def test_listings_are_not_kept(bucket):

@@ -240,7 +240,7 @@ def _snapshot(name: HubName) -> Path:
 
 
 def _record_file(name: HubName) -> Path:
-    return places.CACHE.expanduser() / "hub" / f"{name.kind}s--{name.repository.replace('/', '--')}.json"
+    return places.expanded(places.CACHE) / "hub" / f"{name.kind}s--{name.repository.replace('/', '--')}.json"
 
 
 def _record(name: HubName) -> dict[str, dict[str, Any]]:

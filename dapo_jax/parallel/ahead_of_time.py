@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.parallel.compilation import CACHE
 from dapo_jax.parallel.gpus import GPUS
+from dapo_jax.places import expanded
 
 COMPILERS = "jax jaxlib libtpu jax-cuda12-pjrt jax-cuda13-pjrt nvidia-cudnn-cu12 nvidia-cudnn-cu13".split()
 EFFORTS = "jax_exec_time_optimization_effort", "jax_optimization_level"  # JAX's settings: up to 0.10, and since
@@ -41,7 +42,7 @@ def compile_ahead(
             one process at a time can use it.
     """
     directory = os.environ.get(CACHE, directory)
-    path = Path(directory).expanduser() / "ahead_of_time" / program_key(lowered, mesh) if directory else None
+    path = expanded(directory) / "ahead_of_time" / program_key(lowered, mesh) if directory else None
     if path is not None and path.exists():
         path.touch()  # scripts/test_accelerators.sh deletes files unused for 30 days
         return Compiled(**json.loads(gzip.decompress(path.read_bytes())))

@@ -4,9 +4,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import jax
+
+from dapo_jax.places import expanded
 
 # XLA's options by platform for passes over the layers: they overlap gathering weights and scattering gradients with
 # the computation of a layer. Sources: JAX, "GPU performance tips" (the first), NVIDIA JAX-Toolbox, "Tips for
@@ -52,4 +53,4 @@ def compilation_shown(show: Callable[[str], None]) -> Iterator[None]:
 def keep_compiled(directory: str) -> None:
     """Caches programs that take a second or more to compile in `directory`; CACHE takes precedence, "" = no cache."""
     if directory and CACHE not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", str(expanded(directory)))
