@@ -8,13 +8,13 @@ from typing import Any
 
 from dapo_jax.base_models import model_paths
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import MODEL_PATHS, from_values, with_values
+from dapo_jax.config.values import MODEL_PATHS, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import HubName, data_name, model_name
 from dapo_jax.hub.repositories import fetch_model, fetch_split, pinned_name
 from dapo_jax.hub.smollm2 import SMOLLM2, fetch_smollm2
 from dapo_jax.monitor.bars import shows_progress
-from dapo_jax.monitor.records import recorded_config
+from dapo_jax.monitor.records import read_config
 from dapo_jax.other_runs import find_trained
 from dapo_jax.parallel.processes import first_per_host, gather, is_first
 from dapo_jax.problems import parse_tasks
@@ -93,8 +93,8 @@ def _pins(config: Config, names: Iterable[Named]) -> dict[str, str]:
 
 def _recorded(config: Config) -> dict[str, HubName]:
     """The pinned names that an earlier start of the run has recorded, by what the user wrote."""
-    values = recorded_config(config.workdir)
-    names = _names(from_values(values), training=True, data=True) if values else ()
+    before = read_config(config.workdir)
+    names = _names(before, training=True, data=True) if before else ()
     return {name.request(): name for _, name in names if name.commit}
 
 

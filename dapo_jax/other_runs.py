@@ -1,6 +1,5 @@
 """Host: finds another run by its path, and the checkpoint of it that this run starts from."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from operator import attrgetter
@@ -12,9 +11,9 @@ from etils import epath
 from dapo_jax.checkpoint import Origin, is_checkpoint, saved_steps
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import from_values, with_values
+from dapo_jax.config.values import with_values
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import flatten, recorded_config
+from dapo_jax.monitor.records import flatten, known_config, recorded_config
 from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.places import is_address, place_of
 
@@ -120,7 +119,7 @@ def _config_in(workdir: epath.Path) -> Config | None:
         return None
     if not isinstance(values, dict) or not {"workdir", "trainer", "actor"} <= set(values):
         return None  # Hugging Face directories also have a config.json
-    return dataclasses.replace(from_values(values), workdir=str(workdir))
+    return known_config(values, workdir)
 
 
 def _checkpoints_at(place: epath.Path) -> tuple[str, int | None]:

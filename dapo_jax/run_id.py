@@ -7,9 +7,8 @@ from typing import NamedTuple
 from dapo_jax.checkpoint import saved_by, saved_steps
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import from_values
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import recorded_config
+from dapo_jax.monitor.records import read_config
 from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.places import is_address, place_of
 
@@ -64,8 +63,8 @@ def recorded_id(workdir: str) -> str:
 
 def _run_id(config: Config, workdir: str) -> str:
     own, directory = recorded_id(config.workdir), checkpoint_dir(config)
-    recorded = recorded_config(config.workdir)
-    before = checkpoint_dir(from_values(recorded | {"workdir": config.workdir})) if recorded else ""
+    recorded = read_config(config.workdir)
+    before = checkpoint_dir(recorded) if recorded else ""
     if not (steps := saved_steps(directory)):
         if before and before != directory and saved_steps(before):
             raise InputError(

@@ -78,6 +78,14 @@ def recorded_environment(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     return json.loads((Path(workdir) / _FILE).read_text(encoding="utf-8"))
 
 
+def recorded_version(workdir: str | os.PathLike[str]) -> str:
+    """The version of dapo_jax of the run's last start; "of another version" if that is not recorded."""
+    try:
+        return str(recorded_environment(workdir)["versions"]["dapo_jax"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "of another version"
+
+
 def versions() -> dict[str, str]:
     """The versions of the installed libraries."""
     found = {}

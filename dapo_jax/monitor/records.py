@@ -10,7 +10,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from dapo_jax import __version__
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, from_values
 from dapo_jax.errors import InputError
+from dapo_jax.monitor.environment import recorded_version
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.tensorboard import TensorBoard, event_folder
 from dapo_jax.monitor.trackers import Guarded, Tracker, is_own, start_own
@@ -60,8 +64,8 @@ class RunRecords:
         self._samples.mkdir(parents=True, exist_ok=True)
         self._last_step = -1 if resume_step is None else resume_step
         _drop_rows_after(workdir, self._last_step)
-        for path in self._samples.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > self._last_step:
+        for step, path in sample_files(workdir).items():
+            if step > self._last_step:
                 path.unlink()
         self._metrics = open(workdir / METRICS, "a", encoding="utf-8")
         first_step = self._last_step + 1
@@ -164,19 +168,31 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         RuntimeError: any other line is not JSON.
+        InputError: a line is JSON, but not a row of a step.
     """
     lines = path.read_bytes().splitlines()  # bytes: a character may be cut in half
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
             if number < len(lines):
                 raise RuntimeError(
                     f"{path}, line {number}: not JSON ({error}): "
                     "only the last line may be cut off; fix or remove the line"
                 ) from error
+            break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise InputError(f"{path} has a line without a step, line {number}: fix or remove the line")
+        rows.append(row)
     return rows
+
+
+def sample_files(workdir: Path) -> dict[int, Path]:
+    """The files of `samples/` by their step, sorted. Others there, such as copies, are left out."""
+    paths = (workdir / "samples").glob("step_*.jsonl")
+    found = {path.stem.removeprefix("step_"): path for path in paths}
+    return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
 
 
 def write_config(workdir: str | os.PathLike[str], config: dict[str, Any]) -> None:
@@ -197,6 +213,27 @@ def recorded_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({error}): remove it, and the run writes it again") from error
     return recorded
+
+
+def read_config(workdir: str | os.PathLike[str]) -> Config | None:
+    """The config in `config.json`, as this version has it; None if there is none.
+
+    Raises:
+        InputError: it is damaged, or has options that this version does not know.
+    """
+    values = recorded_config(workdir)
+    return known_config(values, workdir) if values else None
+
+
+def known_config(values: dict[str, Any], workdir: str | os.PathLike[str]) -> Config:
+    """The config of what `config.json` of `workdir` holds. InputError if this version does not know an option of it."""
+    if unknown := sorted(flatten(values).keys() - DEFAULTS.keys()):
+        raise InputError(
+            f"{place_of(os.fspath(workdir)) / _CONFIG} has options that dapo_jax {__version__} does not know: "
+            f"{', '.join(unknown)}; it was written by dapo_jax {recorded_version(workdir)}: use that version, or "
+            "remove them from the file"
+        )
+    return from_values(values | {"workdir": os.fspath(workdir)})
 
 
 def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) -> list[str]:

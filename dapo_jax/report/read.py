@@ -10,7 +10,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.recipe import Recipe, recorded_recipe
-from dapo_jax.monitor.records import METRICS, flatten, read_metrics, recorded_config
+from dapo_jax.monitor.records import METRICS, flatten, read_metrics, recorded_config, sample_files
 
 _LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
 _DESCRIPTION = re.compile(r" problems to train on, \d+ to evaluate on$")
@@ -67,8 +67,8 @@ def read_run(name: str, workdir: str) -> RunFiles:
         config=config,
         recipe=recorded_recipe(folder),
         environment=_environment(folder),
-        rows=_rows(folder),
-        samples=_sample_files(folder),
+        rows=read_metrics(folder) if (folder / METRICS).exists() else [],
+        samples=sample_files(folder),
         description=description,
         last_line=last_line,
         error=error,
@@ -82,17 +82,9 @@ def read_samples(path: Path) -> list[Row]:
     for line in path.read_bytes().splitlines():
         try:
             found.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return [row for row in found if isinstance(row, dict)]
-
-
-def _rows(folder: Path) -> list[Row]:
-    rows = read_metrics(folder) if (folder / METRICS).exists() else []
-    for row in rows:
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise InputError(f"{folder / METRICS} has a line without a step: give the workdir of a run")
-    return rows
 
 
 def _environment(folder: Path) -> dict[str, Any]:
@@ -101,12 +93,6 @@ def _environment(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _sample_files(folder: Path) -> dict[int, Path]:
-    paths = (folder / "samples").glob("step_*.jsonl")
-    found = {path.stem.removeprefix("step_"): path for path in paths}
-    return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
 
 
 def _read_log(path: Path) -> tuple[str, str, str, list[tuple[str, int]]]:

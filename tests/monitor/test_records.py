@@ -1,5 +1,6 @@
 """Host: records of a run are exact, standard, and the same after a stop as without one."""
 
+import dataclasses
 import json
 import os
 
@@ -9,7 +10,9 @@ import pytest
 from event_files import events_of
 from tensorboardX.proto.event_pb2 import SessionLog
 
-from dapo_jax.monitor.records import RunRecords, config_differences, read_metrics, write_config
+from dapo_jax.config.sections import Config
+from dapo_jax.errors import InputError
+from dapo_jax.monitor.records import RunRecords, config_differences, read_config, read_metrics, write_config
 from dapo_jax.monitor.tensorboard import EVENTS
 
 
@@ -164,6 +167,31 @@ def test_only_the_last_line_may_be_cut_off(tmp_path):
     path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
     with pytest.raises(RuntimeError, match="metrics.jsonl, line 2: not JSON"):
         read_metrics(tmp_path)
+
+
+def test_a_copy_beside_the_samples_is_left_alone_and_a_row_that_is_none_is_named(tmp_path):
+    """Both were reported as a bug in dapo_jax."""
+    write_run(tmp_path, range(3))
+    copy, later = tmp_path / "samples" / "step_1 (copy).jsonl", tmp_path / "samples" / "step_000009.jsonl"
+    for path in (copy, later):
+        path.write_text("{}\n")
+    RunRecords(tmp_path, resume_step=2).close()
+    assert copy.exists() and not later.exists()
+    for line in ("null", "[1]", '{"loss": 1}'):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
+        with pytest.raises(InputError, match="metrics.jsonl has a line without a step, line 2: fix or remove the line"):
+            RunRecords(tmp_path, resume_step=2)
+
+
+def test_options_of_another_version_are_named_with_the_file_and_the_versions(tmp_path):
+    assert read_config(tmp_path) is None
+    values = dataclasses.asdict(Config())
+    write_config(tmp_path, values | {"actor": values["actor"] | {"surprise": 1}})
+    for versions, writer in ({}, "of another version"), ({"dapo_jax": "9.1"}, "9.1"):
+        (tmp_path / "environment.json").write_text(json.dumps({"versions": versions}))
+        told = rf"{tmp_path}/config.json has options that .* does not know: actor.surprise; .* by dapo_jax {writer}:"
+        with pytest.raises(InputError, match=told):
+            read_config(tmp_path)
 
 
 def test_config_differences_name_key_and_both_values(tmp_path):
