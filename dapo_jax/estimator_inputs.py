@@ -1,6 +1,8 @@
 """Host: what some advantage estimators need besides rewards: prompts with a hint, rewards of greedy responses."""
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -8,19 +10,29 @@ import numpy as np
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
-from dapo_jax.data.experience import Experience
+from dapo_jax.data.experience import Experience, total_failure
 from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.parallel.processes import SharedFailure
+from dapo_jax.rewards.lowest import with_lowest
 from dapo_jax.rollout.sampling import BASELINE, Sampling
 from dapo_jax.run import Run
 
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
-def estimator_inputs(run: Run, experience: Experience, models: Models) -> dict[str, Any]:
-    """`hinted` and `baselines` of `make_batch`, each None unless the run's estimator needs it."""
+
+def estimator_inputs(
+    run: Run, experience: Experience, models: Models, lowest: Mapping[str, float] = NOTHING
+) -> dict[str, Any]:
+    """`hinted` and `baselines` of `make_batch`, each None unless the run's estimator needs it.
+
+    Args:
+        lowest: of each number that the verifier has given.
+    """
     estimator = ESTIMATORS[run.config.algorithm.adv_estimator]
     return {
         "hinted": hinted(run, experience) if needs(estimator, "hint_logprobs") else None,
-        "baselines": greedy_rewards(run, experience, models) if needs(estimator, "reward_baselines") else None,
+        "baselines": greedy_rewards(run, experience, models, lowest) if needs(estimator, "reward_baselines") else None,
     }
 
 
@@ -35,8 +47,12 @@ def hinted(run: Run, experience: Experience) -> list[list[int]]:
     )
 
 
-def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
-    """The reward [Q, G] of the most likely response to each response's prompt (ReMax)."""
+def greedy_rewards(run: Run, experience: Experience, models: Models, lowest: Mapping[str, float]) -> np.ndarray:
+    """The reward [Q, G] of the most likely response to each response's prompt (ReMax); NaN without a verdict on it.
+
+    Raises:
+        RuntimeError: the verification of all of them failed.
+    """
     prompts, rows = run.problems.train_set, experience.rows.tolist()
     with jax.set_mesh(run.sampler.mesh):
         greedy = run.sampler.sample(
@@ -48,5 +64,8 @@ def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarr
             sampling=Sampling.create(0.0, 1.0, -1),
             verification=run.rewards.verify(prompts, rows, 1),
         )
-        rewards = run.rewards.shape(greedy, prompts).scores["seq_reward"].astype(np.float32)
+        if failure := total_failure([greedy.outcomes], "the most likely responses", run.config.reward.max_error_share):
+            raise SharedFailure(failure)
+        shaped = run.rewards.shape(with_lowest(greedy, lowest), prompts)
+    rewards = shaped.scores["seq_reward"].astype(np.float32)
     return np.repeat(rewards, experience.finished.shape[1], axis=1)

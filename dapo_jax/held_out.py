@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,15 @@ from dapo_jax.monitor.statistics import HELD_OUT, evaluation_metrics, length_met
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import SharedFailure
 from dapo_jax.problems import TaskSet
+from dapo_jax.rewards.lowest import lowered
 from dapo_jax.rewards.pipeline import RewardPipeline
 from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 
 logger = logging.getLogger(__name__)
 
+EVALUATED = re.compile(r"eval/(.+)/finished_task_count")
+SCORED = re.compile(r"eval/(.+)/score/mean@\d+")
 Receive = Callable[[TaskSet, Experience], None]
 
 
@@ -64,7 +68,7 @@ def evaluate(
     if not task_sets:
         return {}
     metrics: dict[str, float] = {}
-    weights, num_errors = decode_weights(params), 0
+    weights, num_errors, num_missing = decode_weights(params), 0, 0
     total = sum(len(task.prompts) * task.options.n for task in task_sets)
     with bar("evaluating", total=total, unit="response", shown=held_out.shows_progress) as ended:
         for task in task_sets:
@@ -75,17 +79,24 @@ def evaluate(
                     batches.append(_Measured.of(experience))
                     outcomes.append(experience.outcomes)
                     num_errors += experience.num_errors
+                    num_missing += int((~experience.known).sum())
             what = f"evaluation of {task.options.name or 'the held-out problems'}"
             if failure := total_failure(outcomes, what, held_out.max_error_share):
                 if verdicts_needed or held_out.max_error_share < 1:
                     raise SharedFailure(failure)
                 logger.warning("%s", failure)
             metrics |= _task_metrics(held_out, prefix, task, _Measured.join(batches))
-    return metrics | {f"{prefix}/num_errors": num_errors}
+    return metrics | {f"{prefix}/num_errors": num_errors, f"{prefix}/num_missing": num_missing}
 
 
 def mean_accuracy(metrics: Mapping[str, float]) -> float | None:
-    """The mean over task sets of eval/{task set}/acc/mean@n, None if nothing was evaluated."""
+    """The mean over task sets of eval/{task set}/acc/mean@n, None if nothing was evaluated.
+
+    None too if a task set has no verdict at all: the mean over the others would be of other problems.
+    """
+    evaluated = {match[1] for name in metrics if (match := EVALUATED.fullmatch(name))}
+    if evaluated - {match[1] for name in metrics if (match := SCORED.fullmatch(name))}:
+        return None
     values = [value for name, value in metrics.items() if HELD_OUT.fullmatch(name)]
     return float(np.mean(values)) if values else None
 
@@ -95,16 +106,18 @@ class _Measured:
     """What is kept of Q rows with n samples each."""
 
     scores: dict[str, np.ndarray]  # [Q, n], NaN where a sample has none
+    failed: np.ndarray  # [Q, n] bool, verification failed
     answers: list[list[str | None]]  # [Q][n]
     lengths: np.ndarray  # [Q, n] tokens
 
     @classmethod
     def of(cls, experience: Experience) -> "_Measured":
         assert experience.answers is not None
-        return cls(experience.scores, experience.answers, experience.mask.sum(axis=-1))
+        return cls(experience.scores, experience.failed, experience.answers, experience.mask.sum(axis=-1))
 
     @classmethod
     def join(cls, parts: "Sequence[_Measured]") -> "_Measured":
+        """All batches. A response that made its verifier fail has the lowest score of any response to the task set."""
         names = dict.fromkeys(name for part in parts for name in part.scores)
         absent = [np.full(part.lengths.shape, np.nan) for part in parts]
         scores = {
@@ -112,7 +125,13 @@ class _Measured:
             for name in names
         }
         answers = [row for part in parts for row in part.answers]
-        return cls(scores, answers, np.concatenate([part.lengths for part in parts]))
+        failed = np.concatenate([part.failed for part in parts])
+        least = lowered({name: values.reshape(1, -1) for name, values in scores.items()}, failed.reshape(1, -1), {})
+        scores = {
+            name: np.where(np.isnan(values), np.nan, least[name].reshape(values.shape))
+            for name, values in scores.items()
+        }
+        return cls(scores, failed, answers, np.concatenate([part.lengths for part in parts]))
 
 
 def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[int], object]) -> Iterator[Experience]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 
+from dapo_jax.algorithms.kl import ROUNDING, ROUNDING_BF16
 from dapo_jax.base_models import load_base, load_critic, load_reference, read_policy
 from dapo_jax.config.derived import (
     checkpoint_dir,
@@ -239,6 +241,7 @@ def build_learner(
         algorithm=algorithm,
         options=config.actor,
         num_groups=config.data.train_batch_size,
+        rounding=ROUNDING if settings.dtype == np.float32 else ROUNDING_BF16,
         micro_batches={name: micro_batches(config, arch, mesh, name) for name in trained(config)},
         pad_id=sampler.tokenizer.pad_id,
         seed=config.seed,

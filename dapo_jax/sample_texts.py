@@ -24,10 +24,10 @@ def trained_texts(
     """
     score = experience.scores["seq_reward"]
     groups = np.arange(len(experience))
-    best, worst = score.argmax(axis=1), score.argmin(axis=1)
+    best, worst = np.nanargmax(score, axis=1), np.nanargmin(score, axis=1)
     kinds = {
-        "best": [(group, best[group]) for group in np.argsort(-score.max(axis=1), kind="stable")],
-        "worst": [(group, worst[group]) for group in np.argsort(score.min(axis=1), kind="stable")],
+        "best": [(group, best[group]) for group in np.argsort(-np.nanmax(score, axis=1), kind="stable")],
+        "worst": [(group, worst[group]) for group in np.argsort(np.nanmin(score, axis=1), kind="stable")],
         "truncated": np.argwhere(~experience.finished),
     }
     chosen: dict[tuple[int, int], str] = {}
@@ -64,5 +64,5 @@ def _text(
         "response": experience.texts[group][sample],
         "ground_truth": rows[experience.rows[group]].truth_text,
         "length": int(experience.mask[place].sum()),
-        **{name: float(values[place]) for name, values in experience.scores.items()},
+        **{name: float(values[place]) for name, values in experience.scores.items() if not np.isnan(values[place])},
     }

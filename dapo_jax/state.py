@@ -124,6 +124,8 @@ def saved_arrays(state: RunState) -> dict[str, Any]:
         **vars(stream.history),
         "engine": state.engine,
     }
+    if stream.lowest:
+        arrays["lowest"] = {name: np.array(value) for name, value in stream.lowest.items()}
     if stream.carried is not None:
         arrays["carried"] = to_arrays(stream.carried)
     if stream.begun is not None:
@@ -150,6 +152,7 @@ def restored_arrays(
         history=History(**{name: np.asarray(arrays.get(name, value)) for name, value in history.items()}),
         carried=experience(arrays, "carried"),
         begun=experience(arrays, "begun"),
+        lowest={name: float(value) for name, value in arrays.get("lowest", {}).items()},
     )
     if "ahead" not in arrays:
         return stream, None

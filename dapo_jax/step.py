@@ -9,7 +9,7 @@ train_step      both, with the metrics; with trainer.rollout_ahead the next step
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups, 
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
 from dapo_jax.dynamic_sampling.segments import Advance, accumulate_segments
-from dapo_jax.estimator_inputs import estimator_inputs
+from dapo_jax.estimator_inputs import NOTHING, estimator_inputs
 from dapo_jax.learner.batch import make_batch, penalize_kl
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
@@ -35,6 +35,7 @@ from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.progress import Progress, advance, is_finite, recomputes
+from dapo_jax.rewards.lowest import lowest_given, with_lowest
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.rollout.segments import Segments, begin_groups, continue_groups, verify_groups
 from dapo_jax.run import Run
@@ -83,13 +84,15 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
 
     def judge(experience: Experience) -> Round:
         """Turns verdicts into rewards, and marks the groups to keep."""
+        lowest = lowest_given(experience.scores, experience.failed)
+        experience = with_lowest(experience, stream.lowest)
         experience = run.rewards.shape(experience, prompts)  # reward model, soft overlong punishment
         if config.algorithm.use_kl_in_reward:
             experience = penalize_kl(run.learner, experience, kl_coef)
         with run.monitor.stage("filter"):
             round_ = filter_groups(experience, groups, mesh)
         shown.end(int(round_.keep.sum()))
-        return round_
+        return dataclasses.replace(round_, lowest=lowest)
 
     def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
         """Samples the prompts with these numbers. The result waits for the verdicts and marks the groups to keep."""
@@ -175,7 +178,9 @@ def train_step(
     ahead, weights = None, None
     if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
         weights = run.learner.decode_weights(state.models.actor.params)  # before the update donates them
-    models, finish = train_on(run, state.models, sampled.experience, progress, step, keep_batch=records.write_batch)
+    models, finish = train_on(
+        run, state.models, sampled.experience, progress, step, lowest=stream.lowest, keep_batch=records.write_batch
+    )
     if weights is not None:  # other devices sample while these train
         ahead, stream = sample_batch(run, weights, stream, progress, step + 1)
     found, histograms = finish()
@@ -203,17 +208,21 @@ def train_on(
     progress: Progress,
     step: int,
     *,
+    lowest: Mapping[str, float] = NOTHING,
     keep_batch: KeepBatch = lambda step, arrays: None,
 ) -> tuple[Models, Finish]:
     """Advantages of the accepted groups (equation 9), then all updates on them; without groups, nothing.
 
     Only starts the updates: the second result waits for them and returns metrics and histograms. A batch whose loss or
     gradient is not finite goes to `keep_batch`.
+
+    Args:
+        lowest: of each number that the verifier has given.
     """
     if experience is None:
         return models, lambda: ({}, {})
     recomputed = recomputes(run.config, progress)
-    further = estimator_inputs(run, experience, models)  # for some estimators: hints, greedy responses
+    further = estimator_inputs(run, experience, models, lowest)  # for some estimators: hints, greedy responses
     batch, batch_metrics = make_batch(
         run.learner, experience, models, recompute=recomputed, kl_coef=progress.kl_coef, **further
     )

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.data.collected import Collected
-from dapo_jax.data.experience import Experience, Outcomes
+from dapo_jax.data.experience import Experience, Outcomes, comparable
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
@@ -51,6 +51,7 @@ def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder)
         "data/epoch": order.epoch(accepted.state.next_prompt),
         "rollout/finished_task_count": sum(len(part.numbers) for part in sampled),
         "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # not those of carried groups
+        "reward/num_missing": sum(int((~part.known).sum()) for part in sampled),
         "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
         "experience_pipeline/filtered_count": sum(
             int((~round_.keep).sum()) * round_.outcomes.lengths.shape[1] for round_ in accepted.rounds
@@ -68,10 +69,10 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
     names = sorted({name for part in sampled for name in part.scores})
     scores = {name: np.concatenate([part.score(name) for part in sampled]) for name in names}
     compared = scores.get("acc", scores["seq_reward"])
+    known = np.concatenate([part.known for part in sampled])
     metrics = {
         **statistics.score_metrics(scores),
         "rollout/model_version": int(max(part.versions.max() for part in sampled)),
-        "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
         "reward/length_correlation": statistics.length_correlation(
             scores["score"],
             np.concatenate([part.lengths for part in sampled]),
@@ -79,18 +80,23 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
             np.concatenate([~part.failed for part in sampled]) & ~np.isnan(scores["score"]),
         ),
     }
-    if compared.shape[1] > 1:  # one sample has nothing to be equal to
-        metrics["dynamic_sampling/uniform_share"] = float(np.mean(compared.max(axis=1) == compared.min(axis=1)))
+    if known.any():
+        metrics["reward/unfiltered_mean"] = float(np.mean(scores["seq_reward"][known]))
+    compared, several = compared[comparable(known)], known.shape[1] > 1  # one sample has nothing to be equal to
+    if several and len(compared):
+        uniform = np.nanmax(compared, axis=1) == np.nanmin(compared, axis=1)
+        metrics["dynamic_sampling/uniform_share"] = float(np.mean(uniform))
     return metrics
 
 
 def _trained_metrics(trained: Experience, data: DataConfig) -> dict[str, float]:
     lengths, prompt_lengths = trained.mask.sum(axis=-1), np.array([len(prompt) for prompt in trained.prompts])
+    known = trained.known
     return {
-        **statistics.spread("critic/score", trained.scores["seq_reward"]),
-        **statistics.spread("critic/rewards", trained.final_rewards),
-        **statistics.length_metrics("response", lengths, data.max_response_length),
-        **statistics.length_percentiles("response", lengths),
+        **statistics.spread("critic/score", trained.scores["seq_reward"][known]),
+        **statistics.spread("critic/rewards", trained.final_rewards[known]),
+        **statistics.length_metrics("response", lengths[known], data.max_response_length),
+        **statistics.length_percentiles("response", lengths[known]),
         "response_length/within_prompts": statistics.share_within_prompts(lengths),
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         **statistics.length_percentiles("prompt", prompt_lengths),
@@ -107,7 +113,8 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
     std = np.concatenate([round_.metric_std for round_ in rounds] or [np.zeros(0)])
     kept = int(keep.sum())
     generated = accepted.generated_tokens
-    trained = accepted.experience.num_tokens if accepted.experience is not None else 0
+    batch = accepted.experience
+    trained = 0 if batch is None else int(batch.mask[batch.known].sum())
     # A step that trains on carried groups alone has sampled nothing, and has no rates.
     rates = {"train/filter_rate": float(np.mean(~keep)), "train/mean_metric_std": float(std.mean())} if rounds else {}
     return rates | {
@@ -138,10 +145,12 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
 
 def _length_ratio(accepted: Accepted) -> float:
     """Mean response length of the accepted groups over that of all kept ones: not 1 in the mean means a bias."""
-    kept = [round_.outcomes.lengths[round_.keep] for round_ in accepted.rounds if round_.keep.any()]
+    parts = [(round_.outcomes, round_.keep[:, None] & round_.outcomes.known) for round_ in accepted.rounds]
+    kept = [outcomes.lengths[chosen] for outcomes, chosen in parts if chosen.any()]
     if not kept or accepted.experience is None:
         return 1.0
-    mean = accepted.experience.num_tokens / accepted.experience.finished.size
+    known = accepted.experience.known
+    mean = float(accepted.experience.mask[known].sum() / known.sum())
     return mean / max(float(np.concatenate(kept).mean()), 1e-8)
 
 
@@ -158,7 +167,7 @@ def performance_metrics(
     if trained is None:
         return metrics
     prompts = np.array([len(prompt) for prompt in trained.prompts])
-    lengths = trained.mask.sum(axis=-1) + prompts[:, None]
+    lengths = np.where(trained.known, trained.mask.sum(axis=-1) + prompts[:, None], 0)
     tokens = int(lengths.sum())
     return metrics | {
         "perf/total_num_tokens": tokens,

@@ -20,6 +20,7 @@ from dapo_jax.errors import InputError
 MAX_DIFFERENCE = 20.0
 MAX_K3 = 10.0
 ROUNDING = 1e-5  # nats: two passes over one policy differ by less in float32
+ROUNDING_BF16 = 1e-2  # and in bfloat16, in the mean over a response's tokens
 ESTIMATORS = ("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs")
 PENALTIES = (*ESTIMATORS, *(f"{name}+" for name in ESTIMATORS))
 

@@ -8,6 +8,7 @@ from dapo_jax.algorithms.rollout_correction import CRITERIA, parse_threshold
 from dapo_jax.command.reward_rules import measured_numbers
 from dapo_jax.config.derived import further_rewards, gen_batch_size, keeps_some, trains_on_rewards
 from dapo_jax.config.sections import Config
+from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.problems import given_function
 from dapo_jax.rewards.weighted import is_weighted
 
@@ -120,6 +121,12 @@ def _filter_problems(config: Config) -> Iterator[str]:
     name, groups = "algorithm.filter_groups", config.algorithm.filter_groups
     if not groups.filter_low < groups.filter_high:
         yield f"{name}.filter_low={groups.filter_low} must be less than filter_high={groups.filter_high}"
+    if groups.enable and groups.rule == "mixed" and groups.metric in FINAL_REWARD and config.algorithm.use_kl_in_reward:
+        yield (
+            f"{name}.rule=mixed asks which rewards are above 0, and with metric={groups.metric} and "
+            "algorithm.use_kl_in_reward=True rounding decides that of a reward of 0 less its KL divergence: choose "
+            "metric=seq_reward, or rule=std"
+        )
     target, rounds, size = config.data.train_batch_size, groups.max_num_gen_batches, gen_batch_size(config)
     must_be_full = groups.enable and groups.on_limit == "error" and groups.on_exhausted != "partial"
     if must_be_full and 0 < rounds * size < target:

@@ -235,7 +235,7 @@ class RewardConfig:
     timeout_s: Positive[float] = 10.0  # seconds that one sample's verification may take
     memory_limit_mb: ZeroIsNone = 4096  # MiB that a verifier process may write to (Linux); 0 = none
     keep_special_tokens: bool = False  # in the text that verifiers see, end tokens excepted (<think> may be one)
-    error_score: float | None = None  # of a failed verification; null = the verifier's lowest, 0 for your own function
+    error_score: float | None = None  # at most, if a response makes it fail; null = verifier's lowest, 0 for your own
     env: tuple[str, ...] = ()  # secret environment variables that verifier processes get (docs/data.md#rewards)
     max_error_share: PositiveShare = 1.0  # the run ends if more of a step's verifications fail; 1 = if all do
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -361,7 +361,7 @@ class AlgorithmConfig:
     compute_new_adv: bool = False  # normalise the advantages again, over the kept samples
     top_entropy_quantile: PositiveShare = 1.0  # policy gradient only at this share of the tokens, of highest entropy
     overlong_filtering: bool = False  # leave responses that were cut off out of the loss (DAPO, section 3.4)
-    use_kl_in_reward: bool = False  # subtract the KL divergence to the reference from the reward of each token
+    use_kl_in_reward: bool = False  # subtract the KL to the reference; rounding, 1e-5 nats a token, is no difference
     kl_penalty: str = "kl"  # its estimator: a name of PENALTIES in dapo_jax/algorithms/kl.py
     kl_ctrl: KLControllerConfig = field(default_factory=KLControllerConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

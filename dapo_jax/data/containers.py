@@ -81,7 +81,7 @@ class Batch(Tokens):
 
     prompts: Array  # [Q, P] int32, left-padded
     prompt_mask: Array  # [Q, P] bool
-    group_ids: Array  # [B] int32, the group of each row, ascending; of padding, the number of groups
+    group_ids: Array  # [B] int32, the group of each row, ascending but for padding: the number of groups
     experts: Array = None  # [B] objects: what the rollout has of each response, a NumPy array
     prompt_experts: Array = None  # [Q] objects: of each prompt
 

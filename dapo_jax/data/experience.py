@@ -23,6 +23,16 @@ SCORE = "score "  # precedes the name of a score in a checkpoint
 EXPERTS, EXPERT_TOKENS = "experts", "expert_tokens"
 
 
+def have_verdicts(scores: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """[Q, G] bool, False where `score` is NaN: no verdict could be had. Without a `score` nothing is missing."""
+    return ~np.isnan(scores["score"]) if "score" in scores else np.ones(shape, bool)
+
+
+def comparable(known: np.ndarray) -> np.ndarray:
+    """[Q] bool, groups with enough verdicts to train on: two, or that of the only sample; known [Q, G] bool."""
+    return known.sum(axis=1) >= min(2, known.shape[1])
+
+
 @dataclass(frozen=True)
 class Outcomes:
     """What is known of Q groups of G responses, apart from their tokens; all arrays are NumPy's."""
@@ -31,8 +41,8 @@ class Outcomes:
     rows: np.ndarray  # [Q] int64, rows of the prompt set
     versions: np.ndarray  # [Q] int64, training steps that the sampling policy had seen
     lengths: np.ndarray  # [Q, G] int64, tokens
-    scores: dict[str, np.ndarray]  # [Q, G] float64 each
-    failed: np.ndarray  # [Q, G] bool, verification failed
+    scores: dict[str, np.ndarray]  # [Q, G] float64 each, NaN where there is no verdict
+    failed: np.ndarray  # [Q, G] bool, verification failed, with or without a verdict
     error: str = ""  # the most frequent error of the failed verifications
     work: Mapping[str, Work] = field(default_factory=dict)  # of sampling and scoring, by stage
 
@@ -40,13 +50,19 @@ class Outcomes:
         """The values [Q, G] of a score, NaN where there is none."""
         return self.scores.get(name, np.full(self.lengths.shape, np.nan))
 
+    @property
+    def known(self) -> np.ndarray:
+        """[Q, G] bool, True for responses with a verdict."""
+        return have_verdicts(self.scores, self.failed.shape)
+
 
 @dataclass(frozen=True)
 class Experience:
     """Q groups of G responses of at most R tokens, in prompt order; all arrays are NumPy's.
 
     Every field but `error` and `work` has one entry per group. Checkpoints hold the arrays and scores, except `failed`;
-    prompts and texts follow from rows and responses.
+    prompts and texts follow from rows and responses. A response without a verdict has NaN in all scores, also in a
+    checkpoint. It is not trained on, and in no statistic of scores.
     """
 
     numbers: np.ndarray  # [Q] int64, prompt numbers
@@ -59,7 +75,8 @@ class Experience:
     texts: list[list[str]]  # [Q][G] decoded responses
     scores: dict[str, np.ndarray]  # [Q, G] float64 each: acc, score and whatever else was measured
     versions: np.ndarray  # [Q] int64, training steps that the sampling policy had seen
-    failed: np.ndarray  # [Q, G] bool, verification failed; False in what a checkpoint restores
+    # [Q, G] bool, verification failed: no verdict, or the response made it fail; False in what a checkpoint restores
+    failed: np.ndarray
     by_policy: np.ndarray | None = None  # [Q, G, R] bool, True on tokens that the policy wrote; None = all of `mask`
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
     # Experts that tokens went to when they were sampled, see Rollout; None = not recorded
@@ -76,6 +93,11 @@ class Experience:
     def num_errors(self) -> int:
         """Verifications that failed."""
         return int(self.failed.sum())
+
+    @property
+    def known(self) -> np.ndarray:
+        """[Q, G] bool, True for responses with a verdict."""
+        return have_verdicts(self.scores, self.finished.shape)
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +132,23 @@ class Experience:
         assert self.kl is not None
         lengths = np.maximum(self.mask.sum(axis=-1), 1)
         return float(np.mean(self.kl.sum(axis=-1) / lengths))
+
+    def differs_by_rounding(self, per_token: float) -> np.ndarray:
+        """[Q] bool, groups of several equal rewards whose KL divergences differ by rounding alone.
+
+        Then two passes over one policy can differ by as much: `per_token` nats for each token of the longest response.
+        """
+        assert self.kl is not None
+        known, lengths = self.known, self.mask.sum(axis=-1)
+        rewards, divergence = self.scores["seq_reward"], self.kl.sum(axis=-1, dtype=np.float64)
+
+        def lowest_and_highest(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            lowest = np.min(values, axis=1, initial=np.inf, where=known)
+            return lowest, np.max(values, axis=1, initial=-np.inf, where=known)
+
+        (least, most), (low, high) = lowest_and_highest(rewards), lowest_and_highest(divergence)
+        longest = np.max(lengths, axis=1, initial=0, where=known)
+        return (known.sum(axis=1) > 1) & (least == most) & (high - low <= per_token * longest)
 
     def with_scores(self, **scores: np.ndarray) -> "Experience":
         """The same with further values [Q, G]."""

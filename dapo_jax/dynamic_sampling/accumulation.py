@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dapo_jax.config.sections import FilterGroupsConfig
-from dapo_jax.data.experience import Experience, join, total_failure
+from dapo_jax.data.experience import Experience, comparable, join, total_failure
 from dapo_jax.data.work import Work
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
-from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_newest, updated_history
+from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_newest, updated_history, updated_lowest
 from dapo_jax.dynamic_sampling.schedule import (
     adaptive_limit,
     block_size,
@@ -244,7 +244,8 @@ class _Attempt:
         self.kept_groups.append(round_.experience.select(np.flatnonzero(round_.keep)))
         if uses_dropped(self.options):
             room = self.target - sum(map(len, self.dropped_groups))
-            self.dropped_groups.append(round_.experience.select(np.flatnonzero(~round_.keep)[:room]))
+            usable = ~round_.keep & comparable(round_.experience.known)
+            self.dropped_groups.append(round_.experience.select(np.flatnonzero(usable)[:room]))
 
     def _check_verdicts(self) -> None:
         outcomes = [round_.outcomes for round_ in self.rounds]
@@ -291,6 +292,7 @@ class _Attempt:
             else:
                 discarded = surplus.size
         keep_rate = running_keep_rate(self.state.keep_rate, self._keep(), self.options)
+        history, lowest = self._history(next_prompt)
         return Accepted(
             experience=accepted,
             rounds=self.rounds,
@@ -302,7 +304,7 @@ class _Attempt:
             num_skipped=next_prompt - self.state.next_prompt - int(np.sum(self._numbers() < next_prompt)),
             num_requeued=requeued,
             num_discarded=discarded,
-            state=StreamState(next_prompt, keep_rate, self._history(next_prompt), carried),
+            state=StreamState(next_prompt, keep_rate, history, carried, lowest=lowest),
             generated_tokens=sum(int(round_.outcomes.lengths.sum()) for round_ in self.rounds),
         )
 
@@ -323,14 +325,14 @@ class _Attempt:
         left = np.arange(self.target, len(self.carried or ()))
         return self.carried.select(left) if self.carried is not None and left.size else None
 
-    def _history(self, next_prompt: int) -> History:
-        """The history after the groups before `next_prompt`, which no schedule samples again."""
-        history = self.state.history
+    def _history(self, next_prompt: int) -> tuple[History, dict[str, float]]:
+        """History and lowest numbers after the groups before `next_prompt`, which no schedule samples again."""
+        history, lowest = self.state.history, dict(self.state.lowest)
         for round_ in self.rounds:
-            history = updated_history(
-                history, round_, self.options, decay=self.prompts.decay, final=round_.outcomes.numbers < next_prompt
-            )
-        return history
+            final = round_.outcomes.numbers < next_prompt
+            history = updated_history(history, round_, self.options, decay=self.prompts.decay, final=final)
+            lowest = updated_lowest(lowest, round_, final)
+        return history, lowest
 
     def _keep(self) -> np.ndarray:
         """Whether the filter kept the group of each of `_numbers`."""

@@ -1,8 +1,8 @@
 """Host: the stream of prompts that training steps sample, and its state between steps."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class StreamState:
     history: History
     carried: Experience | None = None  # kept groups of earlier steps, in the order in which they will be taken
     begun: Experience | None = None  # groups with responses to continue (rollout.segment_length), in prompt order
+    lowest: Mapping[str, float] = field(default_factory=dict)  # of each number that the verifier has given, by name
 
     def fresh(self, step: int, max_staleness: int) -> tuple[Experience | None, int]:
         """The carried groups that are not too old for training step `step`, and the number of those that are."""

@@ -17,7 +17,7 @@ from dapo_jax.data.experience import Experience, join, total_failure
 from dapo_jax.data.work import total_work
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
-from dapo_jax.dynamic_sampling.rounds import Round, log_newest, updated_history
+from dapo_jax.dynamic_sampling.rounds import Round, log_newest, updated_history, updated_lowest
 from dapo_jax.dynamic_sampling.schedule import MIN_KEEP_RATE, fixed_limit, running_keep_rate
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
@@ -87,6 +87,7 @@ def accumulate_segments(
     if numbers:
         parts.append(advance.begin(numbers))
     kept, begun, rounds, history, keep_rate = carried, None, [], state.history, state.keep_rate
+    lowest = dict(state.lowest)
     if groups := join(parts):
         ended = advance.ended(groups).all(axis=1)
         begun = join([groups.select(np.flatnonzero(~ended))])
@@ -94,6 +95,7 @@ def accumulate_segments(
             judged = advance.judge(groups.select(np.flatnonzero(ended)))
             rounds = [judged.verdicts]
             history = updated_history(history, rounds[0], options, decay=prompts.decay)
+            lowest = updated_lowest(lowest, rounds[0])
             keep_rate = running_keep_rate(keep_rate, judged.keep, options)
             kept = join([carried, judged.experience.select(np.flatnonzero(judged.keep))])
     num_kept, accepted, left = len(kept or ()), kept, None
@@ -119,7 +121,7 @@ def accumulate_segments(
         num_skipped=next_prompt - state.next_prompt - len(numbers),
         num_requeued=0,
         num_discarded=0,
-        state=StreamState(next_prompt, keep_rate, history, join([left]), begun),
+        state=StreamState(next_prompt, keep_rate, history, join([left]), begun, lowest),
         generated_tokens=sum(part.num_tokens for part in parts) - before,
         other_work=total_work(part.work for part in parts),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapo_jax.config.sections import FilterGroupsConfig
-from dapo_jax.data.experience import Experience, describe_failures, join
+from dapo_jax.data.experience import Experience, comparable, describe_failures, join
 from dapo_jax.dynamic_sampling.rounds import Verdicts, filtered_counts
 from dapo_jax.dynamic_sampling.schedule import fixed_limit
 from dapo_jax.monitor.filter_log import UNIFORM, rule_words
@@ -82,11 +82,13 @@ def _message(shortage: Shortage, options: FilterGroupsConfig) -> str:
     counts, evaluated = filtered_counts(shortage.rounds), sum(len(round_.keep) for round_ in shortage.rounds)
     failed = describe_failures([round_.outcomes for round_ in shortage.rounds])
     words = rule_words(options)
+    unknown = sum(int((~comparable(round_.outcomes.known)).sum()) for round_ in shortage.rounds)
     other = "uniform otherwise" if words == UNIFORM else f"dropped otherwise ({words.dropped})"
+    other += f", {unknown} had too few verdicts" * bool(unknown)
     return (
         f"only {len(shortage.kept or ())} of data.train_batch_size={shortage.target} groups kept {reason}: of "
         f"{evaluated} groups {counts['all_correct']} were all right, {counts['all_wrong']} all wrong, "
-        f"{counts['other']} {other}{failed and f' ({failed})'}. "
+        f"{counts['other'] - unknown} {other}{failed and f' ({failed})'}. "
         f"Three ways out: {first}, lower data.train_batch_size, or set {last}; or "
         "change the difficulty of the data (or raise rollout.n), so that more groups hold both right and wrong answers"
     )

@@ -25,7 +25,7 @@ from dapo_jax.learner.choices import FOR_ESTIMATORS, needs_statistics
 from dapo_jax.learner.learner import Learner
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import choosing_experts
-from dapo_jax.learner.rows import padded_prompts, rows_like, rows_of
+from dapo_jax.learner.rows import known_or_0, padded_prompts, rows_like, rows_of, without_unknown
 from dapo_jax.learner.teacher import Teacher, judged
 from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trained_tokens import keep_some, only_high_entropy, selection_noise
@@ -56,25 +56,28 @@ def make_batch(
 ) -> tuple[Batch, Metrics]:
     """The accepted groups as rows to train on, and padded with empty rows if the step is partial.
 
+    A row without a verdict on its response, or on the one that it is compared with, is padding too.
+
     Args:
         recompute: take old log-probabilities from the training forward pass instead of the sampler.
         kl_coef: of the KL divergence in the reward.
         hinted: prompts [Q] that hold the reference solution, for an estimator that needs their log-probabilities.
-        baselines: [Q, G] rewards of the most likely responses, for an estimator that needs them.
+        baselines: [Q, G] rewards of the most likely responses, for an estimator that needs them; NaN = not known.
     """
+    known = experience.known if baselines is None else experience.known & ~np.isnan(baselines)
     with learner.stage("batch"):
-        batch = rows_of(learner, experience, num_groups=learner.num_groups)
+        batch = without_unknown(rows_of(learner, experience, num_groups=learner.num_groups), known)
     if learner.algorithm.overlong_filtering:  # first: what follows selects among the tokens that are trained on
         finished = rows_like(batch, experience.finished)
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
     batch, extra, metrics = add_forward_passes(learner, batch, models, recompute=recompute, hinted=hinted)
     if baselines is not None:
-        extra["reward_baselines"] = rows_like(batch, baselines)
+        extra["reward_baselines"] = rows_like(batch, np.where(known, baselines, np.float32(0)))
     extra |= verdicts_of_rows(learner.algorithm, experience, batch)
     with learner.stage("adv"):
         batch, found = add_advantages(learner, experience, batch, extra, kl_coef=kl_coef)
     if learner.algorithm.overlong_filtering:
-        found["actor/overlong_filtered"] = float(np.mean(~experience.finished))
+        found["actor/overlong_filtered"] = float(np.mean(~experience.finished[experience.known]))
     if learner.teacher is not None:
         batch, distilled = ask_teacher(learner, learner.teacher, batch, models.actor.params)
         found |= distilled
@@ -130,7 +133,7 @@ def add_advantages(
         extra: arrays [B, R] that estimators may need, by the name of their parameter.
         kl_coef: of the KL divergence in the reward.
     """
-    rewards, mask = token_rewards(experience, batch, kl_coef), batch.policy_mask
+    rewards, mask = token_rewards(learner, experience, batch, kl_coef), batch.policy_mask
     advantages, returns = estimate_advantages(learner, rewards, batch, extra)
     metrics = statistics.advantage_metrics("advantages", advantages[mask])
     metrics |= statistics.advantage_metrics("returns", returns[mask])
@@ -175,7 +178,9 @@ def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -
 def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Experience:
     """Adds the KL divergence of each token to the reference, and the score `seq_final_reward`: the reward less it.
 
-    It is taken from the sampler's log-probabilities, which the group filter needs before anything is recomputed.
+    It is taken from the sampler's log-probabilities, which the group filter needs before anything is recomputed. Where
+    the rewards of a group differ by its rounding alone, all responses get the smallest divergence, or 0 if that is
+    rounding too: a filter by this score then depends on no engine, mesh or micro-batch.
     """
     with learner.stage("ref"):
         batch = rows_of(learner, experience, num_groups=len(experience))
@@ -183,16 +188,26 @@ def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Exp
         kl = fetch(jitted_kl_penalty(*arrays, estimator=learner.algorithm.kl_penalty))
     kl = np.where(batch.policy_mask, kl, 0.0).reshape(*experience.finished.shape, -1)
     kl = np.pad(kl, ((0, 0), (0, 0), (0, experience.mask.shape[-1] - kl.shape[-1])))
-    final = experience.scores["seq_reward"] - kl_coef * kl.sum(axis=-1)
-    return dataclasses.replace(experience.with_scores(seq_final_reward=final), kl=kl)
+    experience = dataclasses.replace(experience, kl=kl)
+    divergence, longest = kl.sum(axis=-1), experience.mask.sum(axis=-1).max(axis=1)
+    shared = divergence.min(axis=1)
+    shared = np.where(np.abs(shared) <= learner.rounding * longest, np.float32(0), shared)
+    divergence = np.where(experience.differs_by_rounding(learner.rounding)[:, None], shared[:, None], divergence)
+    return experience.with_scores(seq_final_reward=experience.scores["seq_reward"] - kl_coef * divergence)
 
 
-def token_rewards(experience: Experience, batch: Batch, kl_coef: float) -> np.ndarray:
-    """Reward [B, R] of each token: the response's at the policy's last, less the KL divergence if there is one."""
-    scores = rows_like(batch, experience.scores["seq_reward"]).astype(np.float32)
+def token_rewards(learner: Learner, experience: Experience, batch: Batch, kl_coef: float) -> np.ndarray:
+    """Reward [B, R] of each token: the response's at the policy's last, less the KL divergence if there is one.
+
+    An estimator that compares responses sees no divergence where a group differs by its rounding alone.
+    """
+    scores = rows_like(batch, known_or_0(experience, experience.scores["seq_reward"])).astype(np.float32)
     rewards = np.asarray(place_rewards(scores, batch.policy_mask))
     if experience.kl is not None:
-        kl = experience.kl.reshape(-1, experience.kl.shape[-1])[:, : batch.mask.shape[1]]
+        kl = experience.kl
+        if needs(ESTIMATORS[learner.algorithm.adv_estimator], "num_groups"):
+            kl = np.where(experience.differs_by_rounding(learner.rounding)[:, None, None], np.float32(0), kl)
+        kl = kl.reshape(-1, kl.shape[-1])[:, : batch.mask.shape[1]]
         rewards = rewards - kl_coef * np.pad(kl, ((0, len(rewards) - len(kl)), (0, 0)))
     return rewards.astype(np.float32)
 
@@ -214,14 +229,14 @@ def estimate_advantages(
 def verdicts_of_rows(algorithm: AlgorithmConfig, experience: Experience, batch: Batch) -> dict[str, np.ndarray]:
     """What the estimator needs of the verdicts besides the reward: `accuracy` [B], `reward_parts` [B, K].
 
-    A verification that failed counts as 0 in each part.
+    A part that the verifier has not given to a response counts as 0.
 
     Raises:
         InputError: no reward has a name in algorithm.gdpo_reward_keys.
     """
     estimator, found = ESTIMATORS[algorithm.adv_estimator], {}
     if needs(estimator, "accuracy"):
-        found["accuracy"] = rows_like(batch, experience.scores["acc"]).astype(np.float32)
+        found["accuracy"] = rows_like(batch, known_or_0(experience, experience.scores["acc"])).astype(np.float32)
     if needs(estimator, "reward_parts"):
         if missing := set(algorithm.gdpo_reward_keys) - set(experience.scores):
             raise InputError(

@@ -40,6 +40,7 @@ class Learner:
     algorithm: AlgorithmConfig
     options: ActorConfig
     num_groups: int  # of a batch
+    rounding: float  # nats per token by which two passes over one policy may differ
     micro_batches: Mapping[str, MicroBatches]  # of the "actor" and of the "critic"
     pad_id: int
     seed: int

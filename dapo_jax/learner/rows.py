@@ -1,5 +1,6 @@
 """Host: accepted groups as the rows of a batch."""
 
+import dataclasses
 from itertools import chain
 
 import numpy as np
@@ -43,9 +44,33 @@ def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Bat
     )
 
 
+def without_unknown(batch: Batch, known: np.ndarray) -> Batch:
+    """`batch` in which the rows of responses without a verdict are padding: no pass, statistic or count has them.
+
+    Args:
+        known: [Q, G] bool, responses with a verdict.
+    """
+    if known.all():
+        return batch
+    rows = np.pad(known.reshape(-1), (0, len(batch.mask) - known.size), constant_values=True)
+    mask, num_groups = batch.mask & rows[:, None], len(batch.prompts)
+    return dataclasses.replace(
+        batch,
+        mask=mask,
+        loss_mask=batch.loss_mask & rows[:, None],
+        group_ids=np.where(rows, batch.group_ids, np.int32(num_groups)),
+        old_logprobs=np.where(mask, batch.old_logprobs, np.float32(0)),
+    )
+
+
 def rows_like(batch: Batch, values: np.ndarray) -> np.ndarray:
     """Values [Q, G] of responses by the rows of `batch` [B], 0 in those of padding."""
     return np.pad(values.reshape(-1), (0, len(batch.mask) - values.size))
+
+
+def known_or_0(experience: Experience, values: np.ndarray) -> np.ndarray:
+    """Values [Q, G] of responses, 0 without a verdict: not even a masked NaN goes to a device."""
+    return np.where(experience.known, values, np.zeros((), values.dtype))
 
 
 def padded_prompts(learner: Learner, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from dapo_jax.algorithms.kept_samples import keep_samples
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
 from dapo_jax.learner.learner import Learner
-from dapo_jax.learner.rows import rows_like
+from dapo_jax.learner.rows import known_or_0, rows_like
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.sharding import fetch, put, replicated
 from dapo_jax.rollout.sampling import SELECT, position_noise
@@ -37,7 +37,7 @@ def only_high_entropy(batch: Batch, entropy: np.ndarray, share: float) -> tuple[
 def keep_some(learner: Learner, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
     """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio, of responses left to train on."""
     algorithm = learner.algorithm
-    scores = rows_like(batch, experience.final_rewards).astype(np.float32)
+    scores = rows_like(batch, known_or_0(experience, experience.final_rewards)).astype(np.float32)
     first = batch.advantages[:, 0]  # the same at all tokens of a response
     advantages, kept = fetch(
         jitted_keep_samples(
@@ -54,7 +54,7 @@ def keep_some(learner: Learner, experience: Experience, batch: Batch) -> tuple[B
     values = processed[loss_mask]
     metrics = statistics.advantage_metrics("advantages_processed", values)
     metrics["critic/advantages_processed/std"] = float(np.std(values)) if values.size else 0.0
-    metrics["actor/kept_samples"] = float(np.mean(kept[: experience.finished.size]))
+    metrics["actor/kept_samples"] = float(np.mean(kept[: experience.finished.size][experience.known.reshape(-1)]))
     return dataclasses.replace(batch, advantages=processed, loss_mask=loss_mask), metrics
 
 

@@ -124,9 +124,9 @@ def mini_batches(batch: Batch, rows: int) -> Iterator[Batch]:
 
 
 def sequence_lengths(batch: Batch) -> np.ndarray:
-    """Tokens [B] of each response with its prompt."""
-    prompts = batch.prompt_mask.sum(axis=1)
-    return batch.mask.sum(axis=1) + np.repeat(prompts, len(batch.mask) // len(prompts))
+    """Tokens [B] of each response with its prompt; 0 for rows of padding."""
+    responses, prompts = batch.mask.sum(axis=1), batch.prompt_mask.sum(axis=1)
+    return np.where(responses, responses + np.repeat(prompts, len(batch.mask) // len(prompts)), 0)
 
 
 def tokens_of_devices(batch: Batch, settings: UpdateSettings) -> np.ndarray:

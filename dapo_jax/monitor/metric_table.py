@@ -80,12 +80,13 @@ data/prompts_consumed  prompts  index of the next prompt
 data/epoch             epochs   prompts_consumed / prompts of the data
 
 [own | groups were sampled]
-reward/unfiltered_mean  reward  mean reward of all sampled responses, to compare with critic/score
+reward/unfiltered_mean  reward  mean reward of all sampled responses with a verdict, to compare with critic/score
 reward/error_share      share   num_errors / sampled responses
 reward/length_correlation  -1 to 1  correlation of score and length among equally right answers to a prompt, where
     their scores differ
 [own | always]
-reward/num_errors        responses  responses whose verification failed: they count as wrong
+reward/num_errors        responses  responses whose verification failed: they are wrong, or among reward/num_missing
+reward/num_missing       responses  responses without a verdict: they leave their groups, and no statistic has them
 reward/workers_replaced  processes  verifier processes that died or hung in the step
 [own | the judge scores; since the last step, evaluations included, over all processes | an endpoint for reward.judge]
 reward/judge/requests  responses  that the judge was asked about
@@ -342,7 +343,8 @@ time/bench  s  loading and measuring a model
 [own | an evaluation was due]
 {eval|bench}/{task}/response_length/{mean|max|min}  tokens     of all samples
 {eval|bench}/{task}/response_length/clip_ratio      share      samples of data.max_response_length tokens
-{eval|bench}/num_errors                             responses  samples whose verification failed: they count as wrong
+{eval|bench}/num_errors                             responses  samples whose verification failed
+{eval|bench}/num_missing                            responses  those of them without a verdict: no score counts them
 """
 
 # Of the trained batch, only for TensorBoard and Weights & Biases.

@@ -98,9 +98,10 @@ def advantage_metrics(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def group_reward_metrics(rewards: np.ndarray) -> dict[str, float]:
-    """`experience_pipeline/group_advantages/reward_{mean,std}/{mean,max,min}` over groups; rewards [Q, G]."""
-    prefix = "experience_pipeline/group_advantages"
-    return spread(f"{prefix}/reward_mean", rewards.mean(axis=1)) | spread(f"{prefix}/reward_std", rewards.std(axis=1))
+    """`experience_pipeline/group_advantages/reward_{mean,std}/{mean,max,min}` over groups; rewards [Q, G] or NaN."""
+    prefix, known = "experience_pipeline/group_advantages", [group[~np.isnan(group)] for group in rewards]
+    means, deviations = np.array([group.mean() for group in known]), np.array([group.std() for group in known])
+    return spread(f"{prefix}/reward_mean", means) | spread(f"{prefix}/reward_std", deviations)
 
 
 def balance_metrics(lengths: np.ndarray, of_devices: np.ndarray) -> dict[str, float]:

@@ -211,7 +211,7 @@ ALARMS = {
     "reward_errors": Alarm(
         "Verdicts are missing",
         "reward_errors",
-        "More than {limit} of the responses had no verdict; they count as wrong.",
+        "The verification of more than {limit} of the responses failed; they are wrong, or left out of their groups.",
         "Read the warnings of the log for function and cause, and correct the reward function or raise "
         "reward.timeout_s.",
     ),

@@ -64,7 +64,7 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
     verdicts = iter(verifiers.score(requests))
     for name, truth in asked:
         found = [next(verdicts) for _ in VERIFIERS[name].forms]
-        if not any(verdict.numbers["acc"] for verdict in found):
+        if not any(verdict.numbers.get("acc") for verdict in found):
             reason = next((verdict.error for verdict in found if verdict.error), "")
             failed |= bool(reason)
             reason = reason or f"which reads {found[0].pred!r} in {VERIFIERS[name].forms[0].format(truth)[:60]!r}"

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers, encoded
+from dapo_jax.rewards.messages import NO_VERDICT
+from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers, encoded, no_verdict
 from dapo_jax.rewards.verifiers import load_verifier
 from dapo_jax.rewards.weighted import described
 from dapo_jax.rewards.worker import answer
@@ -58,8 +59,10 @@ class InProcessVerifiers(Verifiers):
     def _judge(self, request: ScoreRequest) -> Verdict:
         message = encoded(request)
         if isinstance(message, str):
-            return self.wrong(request, message)
+            return no_verdict(message)
         found = answer(self._verifier, message)
+        if found.error == NO_VERDICT:
+            return no_verdict(found.error)
         if found.error is not None:
             return self.wrong(request, found.error)
         return Verdict(found.numbers, found.pred, None)

@@ -25,7 +25,7 @@ from dapo_jax.rewards.judge_client import Reply, RequestFailed, open_endpoint
 from dapo_jax.rewards.judge_prompt import NoVerdict, fill_in, new_tag, read_score, read_template
 from dapo_jax.rewards.judge_store import JudgeStore, Spent
 from dapo_jax.rewards.results import short
-from dapo_jax.rewards.verdicts import ScoreRequest, Verdict
+from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, no_verdict
 
 MAX_BACKOFF_S = 60.0
 COUNTS = ("requests", "retries", "cached", "failures", "input_tokens", "output_tokens", "seconds")
@@ -91,7 +91,7 @@ class Judge:
         try:
             self._score(request)
         except NoVerdict as problem:
-            _log.warning("%s: %s: such a response gets no verdict (docs/rewards.md)", self._name, problem)
+            _log.warning("%s: %s: such a response is left out (docs/rewards.md)", self._name, problem)
         except RequestFailed as failure:
             if failure.again:
                 raise RuntimeError(
@@ -140,7 +140,7 @@ class Judge:
             score = self._score(request)
         except (RequestFailed, NoVerdict) as failure:
             self._count(failures=1)
-            return Verdict({"score": 0.0, "acc": 0.0}, None, short(f"{JUDGE_ERROR}{failure}"))
+            return no_verdict(short(f"{JUDGE_ERROR}{failure}"))
         return Verdict({"score": score, "acc": float(score >= self._settings.threshold)}, None, None)
 
     def _score(self, request: ScoreRequest) -> float:

@@ -50,8 +50,10 @@ class JudgedVerifiers(Verifiers):
 
     def _verdict(self, request: ScoreRequest, judged: Verdict, rest: Verdict | None = None) -> Verdict:
         for verdict in (judged, rest):
-            if verdict is not None and verdict.error is not None:
-                return self.wrong(request, verdict.error)
+            if verdict is not None and not verdict.numbers:
+                return verdict
+        if rest is not None and rest.error is not None:
+            return self.wrong(request, rest.error)
         return summed(self._parts, judged, rest) if self._parts else judged
 
 

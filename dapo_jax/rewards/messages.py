@@ -17,6 +17,7 @@ MAX_TEXT = 1000  # characters of pred, of an error and of a number's name
 MAX_NUMBERS = 100  # that a verifier may return per sample
 MAX_NUMBER = (2 - 2**-23) * 2.0**127  # the largest float32, the type of rewards and filters
 WRONG_RESULT = "verifier must return"  # start of the error for an invalid result
+NO_VERDICT = "the function returned None: no verdict"  # the error for a function that says that it has none
 
 
 class MalformedAnswer(ConnectionError):

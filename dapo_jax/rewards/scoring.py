@@ -157,7 +157,7 @@ def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelSc
         [text for texts in experience.texts for text in texts],
         [row.template_kwargs for row in rows],
     )
-    found = found.astype(np.float64).reshape(experience.finished.shape)
+    found = np.where(experience.known, found.astype(np.float64).reshape(experience.finished.shape), np.nan)
     score = scorer.function_weight * experience.scores["score"] + scorer.weight * found
     if not verified:
         rest = {name: values for name, values in experience.scores.items() if name != "acc"}
@@ -177,11 +177,11 @@ def add_rewards(
     """Adds the scores `overlong_reward` (the penalty) and `seq_reward`, the response's reward.
 
     The latter is score + penalty + length reward. With a length reward, also `length_reward`. If the buffer is enabled
-    and logged, also `overlong`: 1 where the penalty is not 0, else 0.
+    and logged, also `overlong`: 1 where the penalty is not 0, else 0. All are NaN for a response without a verdict.
     """
-    shape = experience.finished.shape
+    shape, known = experience.finished.shape, experience.known
     lengths = experience.mask.sum(axis=-1, dtype=np.int32)
-    rows = experience.scores["score"].astype(np.float32).ravel(), lengths.ravel()
+    rows = np.where(known, experience.scores["score"], 0.0).astype(np.float32).ravel(), lengths.ravel()
     shaped = shape_rewards(
         *put_rows(rows, mesh),
         max_response_length=max_response_length,
@@ -189,13 +189,15 @@ def add_rewards(
         penalty_factor=buffer.penalty_factor,
     )
     reward, penalty = (values[: experience.finished.size].reshape(shape) for values in fetch(shaped))
+    found = {}
     if length.form != "none":
-        groups = lengths, experience.scores["acc"] > 0
-        found = length_rewards(*put_rows(groups, mesh), max_response_length=max_response_length, settings=length)
-        length_reward = fetch(found)[: len(experience)]
-        reward = reward + length_reward
-        experience = experience.with_scores(length_reward=length_reward)
-    experience = experience.with_scores(seq_reward=reward, overlong_reward=penalty)
-    if not (buffer.enable and buffer.log):
-        return experience
-    return experience.with_scores(overlong=(penalty < 0).astype(np.float32))
+        longest = np.where(known, lengths, 0).max(axis=1, keepdims=True)
+        compared = np.where(known, lengths, longest)  # without a verdict it is neither the shortest nor the longest
+        groups = compared, experience.scores["acc"] > 0
+        rewards = length_rewards(*put_rows(groups, mesh), max_response_length=max_response_length, settings=length)
+        found["length_reward"] = fetch(rewards)[: len(experience)]
+        reward = reward + found["length_reward"]
+    found |= {"seq_reward": reward, "overlong_reward": penalty}
+    if buffer.enable and buffer.log:
+        found["overlong"] = (penalty < 0).astype(np.float32)
+    return experience.with_scores(**{name: np.where(known, values, np.nan) for name, values in found.items()})

@@ -9,7 +9,7 @@ from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.judged import JudgedVerifiers
-from dapo_jax.rewards.messages import WRONG_RESULT
+from dapo_jax.rewards.messages import NO_VERDICT, WRONG_RESULT
 from dapo_jax.rewards.own_function import RULE
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers
 from dapo_jax.rewards.verifiers import VERIFIERS
@@ -72,8 +72,8 @@ def _check_metric(metric: str, name: str, row: PromptRow, verdict: Verdict) -> N
 def try_function(row: PromptRow, name: str, verifiers: Verifiers) -> list[Verdict]:
     """Verdicts on made-up responses to a row, without those on which the function failed.
 
-    A function may fail on a response that it cannot read: it counts as wrong, with a warning. Responses that are not
-    scored within TRIAL_S are left out.
+    A function may fail on a response that it cannot read: it counts as wrong, with a warning, or is left out if the
+    function returns None. Responses that are not scored within TRIAL_S are left out.
 
     Raises:
         InputError: a result is not a verdict, or the function failed on all responses.
@@ -97,14 +97,16 @@ def try_function(row: PromptRow, name: str, verifiers: Verifiers) -> list[Verdic
         )
     if failed:
         _log.warning(
-            "%s failed on %d of %d made-up responses to %s, on %r with %s: such a response counts as "
-            "wrong and gets reward.error_score",
+            "%s failed on %d of %d made-up responses to %s, on %r with %s: such a response %s",
             described(name),
             len(failed),
             len(verdicts),
             row.origin,
             failed[0][0],
             failed[0][1],
+            "is left out of its group"
+            if failed[0][1] == NO_VERDICT
+            else "counts as wrong, with the lowest score that the function has given",
         )
     return [verdict for verdict in verdicts if not verdict.error]
 

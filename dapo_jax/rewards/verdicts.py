@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from dapo_jax.rewards.messages import encode_request
 from dapo_jax.rewards.verifiers import wrong_score
-from dapo_jax.rewards.weighted import described
+from dapo_jax.rewards.weighted import described, is_weighted, parse_parts
 
 _NUM_LOGGED = 3  # failures per call that are logged in full
 
@@ -31,9 +31,14 @@ class ScoreRequest:
 class Verdict:
     """The verifier's result for one sample."""
 
-    numbers: dict[str, float]  # "score", "acc" and any others that the verifier returns
+    numbers: dict[str, float]  # "score", "acc" and any others that the verifier returns; {} = no verdict
     pred: str | None  # the answer it extracted, at most 1000 characters
-    error: str | None  # why the verifier failed; then numbers holds only score and acc, and acc is 0
+    error: str | None  # why there is no verdict, or why the response made the verifier fail: then it is wrong
+
+
+def no_verdict(error: str) -> Verdict:
+    """Of a sample that could not be verified, for a reason that is not the response's."""
+    return Verdict({}, None, error)
 
 
 def encoded(request: ScoreRequest) -> bytes | str:
@@ -45,13 +50,13 @@ def encoded(request: ScoreRequest) -> bytes | str:
 
 
 class Verifiers(ABC):
-    """Scores samples by a verifier. A sample on which it fails counts as wrong; the run continues."""
+    """Scores samples by a verifier. A response that makes it fail is wrong; the run continues."""
 
     def __init__(self, name: str, error_score: float | None) -> None:
         """
         Args:
             name: of `verifiers.load_verifier`.
-            error_score: the score of a sample on which the verifier fails; None = `verifiers.wrong_score`.
+            error_score: of a response that makes the verifier fail; None = `verifiers.wrong_score`.
         """
         self.name = name
         self._error_score = error_score
@@ -92,7 +97,7 @@ class Verifiers(ABC):
 
     def warn_of_graded(self, verdicts: Sequence[Verdict]) -> None:
         """Warns once if an `acc` is neither 0 nor 1."""
-        graded = [verdict.numbers["acc"] for verdict in verdicts if verdict.numbers["acc"] not in (0.0, 1.0)]
+        graded = [acc for verdict in verdicts if (acc := verdict.numbers.get("acc", 0.0)) not in (0.0, 1.0)]
         if graded and not self._warned_of_graded:
             self._warned_of_graded = True
             _log.warning(
@@ -104,11 +109,13 @@ class Verifiers(ABC):
             )
 
     def wrong(self, request: ScoreRequest, error: str) -> Verdict:
-        """The verdict on a sample on which the verifier failed."""
+        """The verdict on a response that made the verifier fail, before `lowest.lowered`."""
         score = self._error_score
         if score is None:
             score = wrong_score(self.name, request.data_source)
-        return Verdict({"score": score, "acc": 0.0}, None, error)
+        parts = parse_parts(self.name) if is_weighted(self.name) else ()
+        of_parts = {part.name: wrong_score(part.function, request.data_source) for part in parts}
+        return Verdict({"score": score, "acc": 0.0, **of_parts}, None, error)
 
     def __enter__(self) -> Self:
         return self

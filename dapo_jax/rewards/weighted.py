@@ -90,21 +90,24 @@ def _parse(name: str, value: Any) -> Part:
     return Part(name, function, float(weight))
 
 
-def weighted(parts: Sequence[Part], verifiers: Sequence[Callable[..., Any]]) -> Callable[..., dict[str, Any]]:
+def weighted(parts: Sequence[Part], verifiers: Sequence[Callable[..., Any]]) -> Callable[..., dict[str, Any] | None]:
     """A verifier whose score is the sum of weight x score over the parts; acc and pred are the first part's.
 
     Each part's score is also returned under its name, and its other numbers as NAME.number. If a part fails, the sum
-    does.
+    does; if one returns None, for no verdict, the sum is None.
 
     Args:
         verifiers: the function of each part.
     """
 
-    def score(*arguments: Any) -> dict[str, Any]:
+    def score(*arguments: Any) -> dict[str, Any] | None:
         found: dict[str, Any] = {}
         total = 0.0
         for part, verifier in zip(parts, verifiers, strict=True):
-            numbers, pred = _judged(part, verifier, arguments)
+            judged = _judged(part, verifier, arguments)
+            if judged is None:
+                return None
+            numbers, pred = judged
             if part is parts[0]:
                 found |= {"acc": numbers["acc"], "pred": pred}
             total += part.weight * numbers["score"]
@@ -115,9 +118,12 @@ def weighted(parts: Sequence[Part], verifiers: Sequence[Callable[..., Any]]) -> 
     return score
 
 
-def _judged(part: Part, verifier: Callable[..., Any], arguments: Sequence[Any]) -> tuple[dict[str, float], str | None]:
+def _judged(
+    part: Part, verifier: Callable[..., Any], arguments: Sequence[Any]
+) -> tuple[dict[str, float], str | None] | None:
     try:
-        return normalize_result(verifier(*arguments))
+        result = verifier(*arguments)
+        return None if result is None else normalize_result(result)
     except Exception as error:
         error.add_note(f"({part.name!r} of reward.functions)")
         raise

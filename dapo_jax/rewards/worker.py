@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from dapo_jax.rewards.messages import Answer, decode_request, encode_answer, receive, send
+from dapo_jax.rewards.messages import NO_VERDICT, Answer, decode_request, encode_answer, receive, send
 from dapo_jax.rewards.results import normalize_result, short
 from dapo_jax.rewards.verifiers import Verifier, load_verifier
 from dapo_jax.rewards.weighted import described
@@ -48,9 +48,12 @@ def main() -> None:
 
 
 def answer(verifier: Verifier, request: bytes) -> Answer:
-    """The verifier's normalised result for an encoded request, or the error that it raised."""
+    """The verifier's normalised result for an encoded request, or the error that it raised; NO_VERDICT for None."""
     try:
-        values, pred = normalize_result(verifier(*decode_request(request)))
+        result = verifier(*decode_request(request))
+        if result is None:
+            return Answer({}, None, NO_VERDICT)
+        values, pred = normalize_result(result)
         return Answer(values, pred, None)
     except BaseException as error:  # including SystemExit and KeyboardInterrupt: the next sample may be fine
         raised = error.with_traceback(None)  # frees its frames and what they hold

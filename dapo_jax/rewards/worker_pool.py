@@ -13,15 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import without_secrets
-from dapo_jax.rewards.messages import MalformedAnswer
-from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers, encoded
+from dapo_jax.rewards.messages import NO_VERDICT, MalformedAnswer
+from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers, encoded, no_verdict
 from dapo_jax.rewards.worker_process import Worker
 
 _log = logging.getLogger(__name__)
 
 
 class VerifierPool(Verifiers):
-    """Scores samples in worker processes. A sample on which the verifier fails counts as wrong; the run continues.
+    """Scores samples in worker processes. A response that makes the verifier fail is wrong; the run continues.
 
     Raises:
         InputError: the verifier cannot be loaded, or an argument is out of range.
@@ -46,7 +46,7 @@ class VerifierPool(Verifiers):
             timeout_s: seconds per sample, after which its worker is killed and replaced.
             memory_limit_mb: MiB that a worker may write to (enforced on Linux); a sample that needs more counts as
                 wrong, and its worker is replaced. 0 = no limit.
-            error_score: the score of a sample on which the verifier fails; None = `verifiers.wrong_score`.
+            error_score: of a response that makes the verifier fail; None = `verifiers.wrong_score`.
             pattern: of the verifier `format`.
             env: secret environment variables that workers get.
             hidden_env: variables that they do not get, besides those that are secret by name or value.
@@ -110,7 +110,7 @@ class VerifierPool(Verifiers):
     def _judge(self, request: ScoreRequest) -> Verdict:
         message = encoded(request)
         if isinstance(message, str):
-            return self.wrong(request, message)
+            return no_verdict(message)
         worker = self._idle.get()
         try:
             try:
@@ -123,6 +123,11 @@ class VerifierPool(Verifiers):
             error = answer.error
             if error is None:
                 return Verdict(answer.numbers, answer.pred, None)
+            if error == NO_VERDICT:
+                return no_verdict(error)
+        except BrokenPipeError:  # it was dead before it could read the request
+            worker, exit_code = self._replace(worker)
+            return no_verdict(f"the worker had died (exit code {exit_code})")
         except TimeoutError:
             worker = self._replace(worker)[0]
             error = f"timeout after {self._timeout_s:g} s"

@@ -200,7 +200,9 @@ def by_group(values: Sequence[Any], num_samples: int) -> list[list[Any]]:
 
 
 def _scores(verdicts: Sequence[Verdict]) -> dict[str, np.ndarray]:
-    """The numbers [B] of the verdicts by name, NaN where a verdict has none."""
+    """The numbers [B] of the verdicts by name, NaN where a verdict has none, and everywhere without a verdict."""
     names = dict.fromkeys(name for verdict in verdicts for name in verdict.numbers)
+    if any(verdict.error is not None for verdict in verdicts):
+        names |= dict.fromkeys(("score", "acc"))
     check_score_names(names)
     return {name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64) for name in names}

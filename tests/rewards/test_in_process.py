@@ -26,11 +26,17 @@ def test_a_function_of_the_session_gives_verdicts_with_one_warning(caplog):
     assert "without a limit of time or memory" in warning.message and "hostile" in warning.message
 
 
-@pytest.mark.parametrize("result", [None, "good", float("nan"), {"acc": 1.0}])
+@pytest.mark.parametrize("result", ["good", float("nan"), {"acc": 1.0}])
 def test_a_failure_counts_as_wrong(result):
     with InProcessVerifiers("python:own", {"own": lambda text: result}, error_score=-2.0) as verifiers:
         [verdict] = verifiers.score([REQUEST])
     assert verdict.numbers == {"score": -2.0, "acc": 0.0} and "verifier must return" in str(verdict.error)
+
+
+def test_none_is_no_verdict():
+    with InProcessVerifiers("python:own", {"own": lambda text: None}, error_score=-2.0) as verifiers:
+        [verdict] = verifiers.score([REQUEST])
+    assert verdict.numbers == {} and verdict.error == "the function returned None: no verdict"
 
 
 def test_what_a_function_raises_is_the_samples_error():

@@ -88,19 +88,28 @@ def test_the_score_is_the_weighted_sum_and_the_judge_alone_needs_no_process(serv
     assert verdict.numbers == expected and verdict.pred is None
 
 
-@pytest.mark.parametrize(
-    ("name", "lowest", "error"),
-    [
-        ('{"correct": "math_dapo", "helpful": "judge", "own": "python:right"}', -1.0, "judge: "),
-        ('{"correct": "python:fails", "helpful": "judge"}', 0.0, "'correct' of reward.functions"),
-    ],
-)
-def test_a_judge_or_a_function_that_fails_fails_the_sum_with_the_lowest_score(server, tmp_path, name, lowest, error):
-    server.rule = lambda prompt: Answer("no verdict" if "fails" not in name else "Score: 7")
+def test_a_function_that_fails_fails_the_sum_with_the_lowest_scores(server, tmp_path):
+    server.rule = lambda prompt: Answer("Score: 7")
+    name = '{"correct": "python:fails", "form": "math_dapo", "helpful": "judge"}'
     with opened(server, tmp_path, name, OWN) as verifiers:
         [verdict] = verifiers.score([request("Answer: 7")])
-    assert verdict.numbers == {"score": lowest, "acc": 0.0} and error in str(verdict.error)
-    assert wrong_score(name, "any") == lowest
+    assert verdict.numbers == {"score": -1.0, "acc": 0.0, "correct": 0.0, "form": -1.0, "helpful": 0.0}
+    assert "'correct' of reward.functions" in str(verdict.error) and wrong_score(name, "any") == -1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ('{"correct": "math_dapo", "helpful": "judge", "own": "python:right"}', "judge: "),
+        ('{"correct": "python:fails", "helpful": "judge"}', "judge: "),
+        ('{"correct": "python:unsure", "helpful": "judge", "own": "python:right"}', "returned None: no verdict"),
+    ],
+)
+def test_a_part_without_a_verdict_leaves_the_sum_without_one(server, tmp_path, name, error):
+    server.rule = lambda prompt: Answer("Score: 7" if "unsure" in name else "no verdict")
+    with opened(server, tmp_path, name, OWN | {"unsure": lambda text: None}) as verifiers:
+        [verdict] = verifiers.score([request("Answer: 7")])
+    assert verdict.numbers == {} and error in str(verdict.error)
 
 
 def test_taking_a_request_back_takes_back_its_parts(server, tmp_path):

@@ -40,14 +40,13 @@ def test_a_function_that_works_gives_its_verdicts(tried, caplog):
 @pytest.mark.parametrize(
     ("result", "found"),
     [
-        ("None", "not None"),
         ("math.nan", "not nan"),
         ("{'score': math.nan}", "not 'score': nan"),
         ("'good'", "not 'good'"),
         ("[1.0]", r"not \[1.0\]"),
         ("{'acc': 1.0}", r"a dict with 'score', not \{'acc': 1.0\}"),
         ("1e300", "finite in float32, not 1e\\+300"),
-        ("1.0 if solution else None", "not None"),  # even for only one of the responses
+        ("1.0 if solution else math.nan", "not nan"),  # even for only one of the responses
     ],
 )
 def test_an_invalid_result_is_refused(result, found, tried):
@@ -79,6 +78,14 @@ def test_a_function_may_raise_for_what_it_cannot_read(reading, tried, caplog):
         verdicts = tried(f"float(int({reading}) == 34)")
     assert {verdict.numbers["acc"] for verdict in verdicts} == {1.0}
     assert re.search("made-up responses.*counts as wrong", caplog.text)
+
+
+def test_a_function_may_have_no_verdict_but_not_always(tried, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert len(tried("1.0 if solution else None")) == 7
+    assert re.search("failed on 1 of 8 made-up responses.*None.*is left out of its group", caplog.text)
+    with pytest.raises(ValueError, match="failed on all 8 made-up responses .* returned None: no verdict"):
+        tried("None")
 
 
 def test_a_slow_judge_is_not_waited_for(tried, monkeypatch):

@@ -230,11 +230,24 @@ def test_a_ground_truth_reaches_the_function_as_the_object_that_it_is(pool):
     assert [(verdict.pred, verdict.error) for verdict in verdicts] == [(repr(truth), None) for truth in truths]
 
 
-def test_extra_info_without_a_form_in_json_is_a_wrong_sample(pool):
+def test_what_is_not_the_responses_fault_is_no_verdict():
+    """None says so; a worker that had died before it was asked has not read the response."""
+    with hostile_pool() as pool:
+        [worker] = pool._workers
+        assert pool.score([request("right")])[0].numbers == RIGHT
+        worker.kill()
+        worker._process.wait()
+        verdicts = pool.score([request("right"), request("give", result="absent"), request("right")])
+    assert [verdict.numbers for verdict in verdicts] == [{}, {}, RIGHT] and pool.num_replaced == 1
+    assert verdicts[0].error == "the worker had died (exit code -9)"
+    assert verdicts[1].error == "the function returned None: no verdict"
+
+
+def test_extra_info_without_a_form_in_json_is_no_verdict(pool):
     circular = {}
     circular["x"] = circular
     verdicts = pool.score([request("right", x={1, 2}), request("right", x=circular), request("right", x={b"k": 1})])
-    assert [verdict.numbers for verdict in verdicts] == [WRONG] * 3
+    assert [verdict.numbers for verdict in verdicts] == [{}] * 3
     assert all(verdict.error.startswith("extra_info must be convertible to JSON: ") for verdict in verdicts)
 
 

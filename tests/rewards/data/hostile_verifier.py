@@ -15,7 +15,6 @@ from pathlib import Path
 KEPT = []
 LONG = "3600"  # seconds: a test that waits for the end of a process gives up before
 RESULTS = {  # that are no verdicts
-    "none": None,
     "text": "1.0",
     "empty": {},
     "wrong_keys": {"reward": 1.0},
@@ -56,7 +55,7 @@ WAYS = {
     "odd_text": lambda info: {"score": 1.0, "pred": "a\0b\ud800"},
     "environment": lambda info: {"score": 1.0, "pred": " ".join(os.environ.keys() & info["names"])},
     "limits": lambda info: {"score": 1.0, **{n: resource.getrlimit(getattr(resource, n))[0] for n in info["names"]}},
-    "give": lambda info: RESULTS[info["result"]],
+    "give": lambda info: RESULTS.get(info["result"]),
     "function": lambda info: lambda: 0,
     "not_finite": lambda info: {"score": 1.0, "extra": float("nan")},
     "sleep": lambda info: time.sleep(60),
