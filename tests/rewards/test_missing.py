@@ -215,9 +215,9 @@ KL = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_policy_and_an_equal_reference_keep_the_groups_whose_score_differs(tmp_path):
-    """Before, every group passed the filter in step 1: the log-probabilities of two passes differ in the last digits."""
+    """Before, every group passed the filter in step 1: two passes differ in the last digits."""
     schedules = {
         "score": {"algorithm.filter_groups.metric": "score"},
         "waves": {},
@@ -237,10 +237,15 @@ def test_the_policy_and_an_equal_reference_keep_the_groups_whose_score_differs(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, {"algorithm.filter_groups.enable": False}, {"algorithm.adv_estimator": "remax"}]
+    "changes",
+    [
+        {"algorithm.filter_groups.enable": False},
+        pytest.param({"algorithm.adv_estimator": "remax"}, marks=pytest.mark.full),
+    ],
 )
 def test_a_run_in_which_verdicts_are_missing_or_fail_resumes_as_if_not_stopped(tmp_path, changes):
-    body = "if len(solution) % 5 == 1: return None\n    if len(solution) % 5 == 2: raise RuntimeError('two')\n"
+    body = "first = solution[:1]\n    if first in '34abcd': return None\n"
+    body += "    if first in '56efgh': raise RuntimeError(first)\n"
     body += "    return 1.0 if '1' in solution else -1.0"
     common = {"reward.function": own_function(tmp_path, body), "rollout.n": 6, "trainer.save_freq": 1, **changes}
     whole = train(small_config(tmp_path / "whole", **common, **{"trainer.total_training_steps": 3}))
