@@ -60,6 +60,13 @@ def own_function(folder: Path, body: str) -> str:
     return f"{folder}/own.py:score"
 
 
+def unsure_function(folder: Path) -> str:
+    """The name of a reward function of 1 and -1 that has no verdict on some responses, and fails on others."""
+    body = "first = solution[:1]\n    if first in '34abcd': return None\n"
+    body += "    if first in '56efgh': raise RuntimeError(first)\n"
+    return own_function(folder, body + "    return 1.0 if '1' in solution else -1.0")
+
+
 class Killed(BaseException):
     """What ends a run as SIGKILL does: nothing catches it."""
 

@@ -58,6 +58,7 @@ def without_unknown(batch: Batch, known: np.ndarray) -> Batch:
         batch,
         mask=mask,
         loss_mask=batch.loss_mask & rows[:, None],
+        by_policy=None if batch.by_policy is None else batch.by_policy & rows[:, None],
         group_ids=np.where(rows, batch.group_ids, np.int32(num_groups)),
         old_logprobs=np.where(mask, batch.old_logprobs, np.float32(0)),
     )

@@ -62,7 +62,7 @@ def test_with_requeue_every_schedule_trains_on_the_same_batches(whole, tmp_path,
 
 def test_carried_groups_survive_a_restart(tmp_path, monkeypatch):
     progress = []
-    monkeypatch.setattr(train_module, "summary", lambda config, task_sets, last, seconds: progress.append(last) or [])
+    monkeypatch.setattr(train_module, "summary", lambda config, tasks, last, *rest: progress.append(last) or [])
     carry = {f"{FILTER}.leftover": "carry", "data.gen_batch_size": 16}
     carry |= {"trainer.total_training_steps": 3, "trainer.val_before_train": False}
     whole = train(small_config(tmp_path / "whole", **carry))

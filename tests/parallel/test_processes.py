@@ -16,7 +16,7 @@ import pytest
 from forked import COMMAND, Process, options, run_together, together
 from ports import free_port
 from shapes import SMALL
-from small_run import rows_without_clock, small_config
+from small_run import rows_without_clock, small_config, unsure_function
 
 from dapo_jax.base_models import read_model
 from dapo_jax.checkpoint import Checkpoints
@@ -367,11 +367,13 @@ IN_SLOTS = {"rollout.engine": "slots", "rollout.decode_chunk_length": 8, "rollou
 @pytest.mark.slow
 def test_processes_sample_and_keep_alike(tmp_path, changes):
     changes = {**changes, "trainer.total_training_steps": 3, "data.arithmetic.num_heldout": 0}
-    changes |= {"trainer.test_freq": 10, "trainer.save_freq": -1}
+    changes |= {"trainer.test_freq": 10, "trainer.save_freq": -1, "reward.function": unsure_function(tmp_path)}
     trained(tmp_path / "two", also=started(tmp_path / "one", number=1, devices=1, **changes), **MESH, **changes)
     assert_alike(tmp_path / "two", tmp_path / "one", 3, first=3 if "rollout.segment_length" in changes else 1)
+    row = rows_without_clock(tmp_path / "two")[2]
+    assert row["reward/num_missing"] > 0
     if TAUGHT.items() <= changes.items():
-        assert rows_without_clock(tmp_path / "two")[2]["distillation/reverse_kl"] > 1e-3
+        assert row["distillation/reverse_kl"] > 1e-3
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dynamic_sampling.small_groups import NUM_ROWS, experience, options_of, start
 from shapes import mesh_of
-from small_run import assert_same_policy, own_function, rows_without_clock, small_config
+from small_run import assert_same_policy, rows_without_clock, small_config, unsure_function
 
 from dapo_jax.algorithms.kl import ROUNDING
 from dapo_jax.config.sections import DataConfig, FilterGroupsConfig, LengthRewardConfig, OverlongBufferConfig
@@ -178,12 +178,12 @@ def test_a_row_without_a_verdict_changes_no_number_of_the_others(tmp_path):
         scores = {name: values.copy() for name, values in groups.scores.items()}
         for values in scores.values():
             values[0, 1] = NAN
-        missing = dataclasses.replace(groups, scores=scores)
+        missing = dataclasses.replace(groups, scores=scores, by_policy=groups.mask)
         batch, metrics = make_batch(run.learner, missing, state.models, recompute=False, kl_coef=0.0)
         rewards = np.delete(groups.scores["seq_reward"][0], 1)
         expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         np.testing.assert_allclose(batch.advantages[[0, 2, 3], 0], expected, rtol=1e-5, atol=1e-5)
-        assert not batch.mask[1].any() and not batch.loss_mask[1].any() and not batch.advantages[1].any()
+        assert not any(array[1].any() for array in (batch.mask, batch.by_policy, batch.loss_mask, batch.advantages))
         assert batch.group_ids[1] == run.learner.num_groups and np.isfinite(list(metrics.values())).all()
         assert sequence_lengths(batch)[1] == 0
 
@@ -235,19 +235,22 @@ def test_the_policy_and_an_equal_reference_keep_the_groups_whose_score_differs(t
         assert found[name][1] == pytest.approx(found["waves"][1], rel=1e-3), name
 
 
+CARRIED = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 3}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"algorithm.filter_groups.enable": False},
+        {"trainer.rollout_ahead": 1, **CARRIED},
+        pytest.param({"rollout.segment_length": 2, **CARRIED}, marks=pytest.mark.full),
         pytest.param({"algorithm.adv_estimator": "remax"}, marks=pytest.mark.full),
     ],
+    ids=["no filter", "ahead and carried", "segments", "remax"],
 )
 def test_a_run_in_which_verdicts_are_missing_or_fail_resumes_as_if_not_stopped(tmp_path, changes):
-    body = "first = solution[:1]\n    if first in '34abcd': return None\n"
-    body += "    if first in '56efgh': raise RuntimeError(first)\n"
-    body += "    return 1.0 if '1' in solution else -1.0"
-    common = {"reward.function": own_function(tmp_path, body), "rollout.n": 6, "trainer.save_freq": 1, **changes}
+    common = {"reward.function": unsure_function(tmp_path), "rollout.n": 6, "trainer.save_freq": 1, **changes}
     whole = train(small_config(tmp_path / "whole", **common, **{"trainer.total_training_steps": 3}))
     train(small_config(tmp_path / "parts", **common, **{"trainer.total_training_steps": 2}))
     resumed = train(small_config(tmp_path / "parts", **common, **{"trainer.total_training_steps": 3}))
