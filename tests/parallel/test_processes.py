@@ -370,10 +370,10 @@ def test_processes_sample_and_keep_alike(tmp_path, changes):
     changes |= {"trainer.test_freq": 10, "trainer.save_freq": -1, "reward.function": unsure_function(tmp_path)}
     trained(tmp_path / "two", also=started(tmp_path / "one", number=1, devices=1, **changes), **MESH, **changes)
     assert_alike(tmp_path / "two", tmp_path / "one", 3, first=3 if "rollout.segment_length" in changes else 1)
-    row = rows_without_clock(tmp_path / "two")[2]
-    assert row["reward/num_missing"] > 0
+    rows = rows_without_clock(tmp_path / "two")
+    assert sum(row.get("reward/num_missing", 0) for row in rows) > 0
     if TAUGHT.items() <= changes.items():
-        assert row["distillation/reverse_kl"] > 1e-3
+        assert rows[2]["distillation/reverse_kl"] > 1e-3
 
 
 @pytest.mark.slow
