@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,16 +22,26 @@ from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.identity import WEIGHTS, Identity, differences, identity
 from dapo_jax.models.load import context_length, load_params, read_model_architecture
 from dapo_jax.models.lora import ALL_LINEAR, Lora, adapter_table, merged, present_targets
 from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
+from dapo_jax.parallel.checksums import digest
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
 from dapo_jax.places import place_of
 from dapo_jax.rollout.stops import check_stop_strings
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Parameters, and a digest of what they were made from, which depends on no mesh and no dtype of products."""
+
+    params: Any
+    digest: str
 
 
 def check_model_paths(config: Config, *, training: bool = True) -> None:
@@ -168,10 +180,18 @@ def lora_of(config: Config, arch: Architecture) -> Lora | None:
     return Lora(lora.rank, lora.alpha, targets) if lora.rank else None
 
 
-def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+def policy_identity(config: Config, arch: Architecture, base: Loaded | None = None) -> Identity:
+    """What a run's policy computes with besides the weights that it trains; `base` has its adapters."""
+    lora = config.model.lora
+    return identity(
+        arch, base.digest if base is not None else "", **({"model.lora.alpha": lora.alpha} if lora.rank else {})
+    )
+
+
+def load_base(config: Config, arch: Architecture, mesh: Mesh) -> Loaded:
     """The float32 parameters of model.path, sharded for training."""
-    if config.model.path == RANDOM:
-        return _random_params(arch, mesh)(config.seed)
+    if config.model.path == RANDOM:  # platforms may draw other last bits
+        return Loaded(_random_params(arch, mesh)(config.seed), f"random weights of seed {config.seed}")
     return load_policy(config.model.path, arch, mesh, shown=shows_progress(config))
 
 
@@ -182,18 +202,20 @@ def _random_params(arch: Architecture, mesh: Mesh) -> Callable[[int], dict[str, 
     return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)
 
 
-def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
+def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Loaded:
     """The reference policy for `actor.statistics`: its weights in the dtype of products or, with LoRA, no adapters."""
     if config.model.lora.rank:
-        return {}
+        return Loaded({}, "")
     path = config.reference.path or config.model.path
     if path == RANDOM:
-        return freeze(load_base(config, arch, mesh))
+        base = load_base(config, arch, mesh)
+        return Loaded(freeze(base.params), base.digest)
     if config.reference.path is not None and _architecture(path) != arch:
         raise InputError(
             f"reference.path={path} must have the architecture of model.path={config.model.path}: choose another"
         )
-    return freeze(load_policy(path, arch, mesh, shown=shows_progress(config)))
+    loaded = load_policy(path, arch, mesh, shown=shows_progress(config))
+    return Loaded(freeze(loaded.params), loaded.digest)
 
 
 def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
@@ -218,7 +240,7 @@ def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     return load_params(place, own, place_weight(mesh, TRAIN_RULES))
 
 
-def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = False) -> dict[str, Any]:
+def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = False) -> Loaded:
     """The float32 parameters of the language model at `path`, sharded for training; `shown`: show a progress bar."""
     trained = find_trained(path)
     if trained is not None:
@@ -230,33 +252,64 @@ def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = Fals
             loaded.update(array.nbytes)
             return place(weight, array)
 
-        return load_params(model_at(path, weights=True), arch, counted)
+        params = load_params(model_at(path, weights=True), arch, counted)
+    return Loaded(params, digest(params))
 
 
-def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
-    """The weights or adapters that a run has trained, in float32, sharded for training.
+def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> tuple[dict[str, Any], Identity]:
+    """The weights or adapters that a run has trained, in float32, sharded for training, and its policy's identity.
 
     Raises:
         InputError: the checkpoint belongs to another model, or is damaged.
     """
-    lora = lora_of(trained.config, arch)
+    config, lora = trained.config, lora_of(trained.config, arch)
     table = weight_table(arch) if lora is None else adapter_table(arch, lora)
     shape = unflatten(
         (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
         for weight in table
     )
-    checkpoints = Checkpoints(checkpoint_dir(trained.config), read_only=True)
+    checkpoints = Checkpoints(checkpoint_dir(config), read_only=True)
     try:
-        return checkpoints.restore_policy(trained.step, shape)
+        params, progress = checkpoints.restore_policy(trained.step, shape)
     finally:
         checkpoints.close()
+    saved = progress.loaded.get("model.path", {})
+    _check_policy(config, saved, policy_identity(config, arch))
+    return params, saved
 
 
-def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> Loaded:
     """The float32 parameters of a run's policy, with its adapters merged, sharded for training."""
-    config, lora = trained.config, lora_of(trained.config, arch)
-    params = trained_params(trained, arch, mesh)
-    return params if lora is None else merged(load_base(config, arch, mesh), params, lora)
+    params, saved = trained_params(trained, arch, mesh)
+    return with_base(trained.config, arch, mesh, params, saved)
+
+
+def with_base(
+    config: Config, arch: Architecture, mesh: Mesh, params: dict[str, Any], saved: Identity | None = None
+) -> Loaded:
+    """The whole policy of what a run has trained: `params`, or the model of model.path with these adapters merged in.
+
+    Args:
+        saved: the policy's identity in the checkpoint of `params`; None if they come from no checkpoint.
+
+    Raises:
+        InputError: the files of model.path are not those that the adapters were trained on.
+    """
+    lora, own = lora_of(config, arch), digest(params)
+    if lora is None:
+        return Loaded(params, own)
+    base = load_base(config, arch, mesh)
+    _check_policy(config, saved or {}, {WEIGHTS: base.digest})
+    together = hashlib.sha256(f"{base.digest} {own} {lora.alpha}".encode()).hexdigest()
+    return Loaded(merged(base.params, params, lora), together)
+
+
+def _check_policy(config: Config, saved: Identity, found: Identity) -> None:
+    if changed := differences(saved, found):
+        raise InputError(
+            f"model.path={config.model.path} and model.lora must be those that the run in workdir={config.workdir} was "
+            f"trained with, but now there are {', '.join(changed)}: restore the files and the options"
+        )
 
 
 def _architecture(path: str) -> Architecture:

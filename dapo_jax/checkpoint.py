@@ -1,7 +1,6 @@
 """Host: saves and restores everything that a run needs to resume as if it had never stopped."""
 
 import dataclasses
-import hashlib
 import json
 import math
 import shutil
@@ -14,20 +13,21 @@ from typing import Any
 
 import absl.logging
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from dapo_jax.errors import InputError
+from dapo_jax.integrity import check_arrays, check_stream, opened, sealed
 from dapo_jax.learner.optimizer import Models, TrainState
 from dapo_jax.parallel.endings import is_jax_failure
 from dapo_jax.parallel.event_loops import whole_loops
-from dapo_jax.parallel.processes import gather, is_first
+from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.places import is_address
-from dapo_jax.progress import Progress
+from dapo_jax.progress import Progress, of_held_out
 
 _METRIC = "value"  # name under which a checkpoint's quality is saved
+_HELD_OUT = "held_out"  # the checksum of what it was measured on
 _STEP_RECORDS = "_CHECKPOINT_METADATA"  # Orbax writes it into each checkpoint's directory
 _SPARE_BYTES = 16 << 20  # for names, shapes and records
 
@@ -50,7 +50,8 @@ class Checkpoints:
         max_to_keep: how many of the newest to keep.
         keep_best: how many of those with the best `metric` to keep as well.
         mode: which metric is better: "max" or "min".
-        metric: its name; "" = accuracy. A checkpoint saved with another name or mode counts as the worst.
+        metric: its name; "" = accuracy. A checkpoint saved with another name or mode, or measured on other held-out
+            problems, counts as the worst.
         timeout_s: seconds that writing one may take.
         read_only: for another run, which may still be training: nothing is created, cleaned up or written.
     """
@@ -70,9 +71,12 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._metric = measure = _METRIC if (metric, mode) == ("", "max") else f"{_METRIC} of {mode} {metric}"
 
-        def quality(metrics: dict[str, float | None]) -> Any:
+        self._held_out, of_problems = "", of_held_out(metric)
+
+        def quality(metrics: dict[str, Any]) -> Any:
             """What Orbax sorts by. Of equally good ones the first is the best, as in `progress.with_quality`."""
-            value, step = metrics.get(measure), metrics.get("step") or 0
+            comparable = not of_problems or metrics.get(_HELD_OUT, self._held_out) == self._held_out
+            value, step = metrics.get(measure) if comparable else None, metrics.get("step") or 0
             worst = -math.inf if mode == "max" else math.inf
             return value if value is not None else worst, -step if mode == "max" else step
 
@@ -143,16 +147,18 @@ class Checkpoints:
             replace: write an existing one again, if another one is left to resume from meanwhile; else only its metric.
 
         Raises:
-            RuntimeError: there is no space for it, or an earlier one could not be written.
+            RuntimeError: there is no space for it, an earlier one could not be written, or copies of an array on
+                several devices differ.
         """
         steps = self._manager.all_steps()
-        measured = {self._metric: metric if metric is not None and math.isfinite(metric) else None}
-        measured["step"] = progress.step
+        value = metric if metric is not None and math.isfinite(metric) else None
+        measured = {self._metric: value, "step": progress.step, _HELD_OUT: progress.held_out}
+        self._held_out = progress.held_out
         if progress.step in steps and not (replace and len(steps) > 1):
             if replace:
                 self._write_metric(progress.step, measured)
             return
-        progress = dataclasses.replace(progress, stream=_digest(stream))
+        record = sealed(progress, _trained(models), stream)
         self._saved_at = time.monotonic()
         with self._writing():
             self._manager.wait_until_finished()  # also raises an error of the background
@@ -163,13 +169,13 @@ class Checkpoints:
                 progress.step,
                 args=ocp.args.Composite(
                     models=ocp.args.PyTreeSave(_trained(models)),
-                    progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+                    progress=ocp.args.JsonSave(record),
                     stream=ocp.args.StandardSave(stream),
                 ),
                 metrics=measured,
             )
 
-    def _write_metric(self, step: int, measured: dict[str, float | None]) -> None:
+    def _write_metric(self, step: int, measured: dict[str, Any]) -> None:
         """Gives an existing checkpoint another metric."""
         with self._writing():
             self._manager.wait_until_finished()
@@ -187,43 +193,48 @@ class Checkpoints:
             InputError: the checkpoint is damaged, or holds other models than the run.
         """
         wanted = _trained(shape)
-        saved = self._saved_shapes(step)
+        saved = self._saved_arrays(step)
         models = sorted({name.partition(".")[0] for name in saved})
         if models != sorted(wanted):
             raise InputError(
                 f"the checkpoint of step {step} holds {models}, but the run has {sorted(wanted)}: choose another "
                 "workdir, or the algorithm.adv_estimator that the checkpoint was made with"
             )
-        _check_shapes(step, saved, _shapes(wanted))
+        _check_shapes(step, saved, wanted)
         arguments = ocp.args.Composite(
-            models=_restore_as(wanted), progress=ocp.args.JsonRestore(), stream=ocp.args.StandardRestore()
+            models=_restore_as(wanted, saved), progress=ocp.args.JsonRestore(), stream=ocp.args.StandardRestore()
         )
         with self._reading(step):
             restored = self._manager.restore(step, args=arguments)
-        progress = Progress(**restored["progress"])
-        with self._reading(step):
-            if progress.stream not in ("", _digest(restored["stream"])):
-                raise InputError("its prompts and groups have changed")
-        return Models(**restored["models"]), dataclasses.replace(progress, stream=""), restored["stream"]
+            progress = opened(restored["progress"], step)
+            check_arrays(progress, restored["models"])
+            check_stream(progress, restored["stream"])
+        models = jax.tree.map(_in_dtype, restored["models"], wanted)
+        return Models(**models), dataclasses.replace(progress, arrays={}, stream=""), restored["stream"]
 
-    def restore_policy(self, step: int, shape: Any) -> Any:
-        """Only the policy's parameters, laid out as in `shape`.
+    def restore_policy(self, step: int, shape: Any) -> tuple[Any, Progress]:
+        """Only the policy's parameters, laid out as in `shape`, and the progress.
 
         Raises:
             InputError: the checkpoint is damaged, or holds other parameters.
         """
         wanted = {"actor": {"params": shape}}
-        saved = {name: shape for name, shape in self._saved_shapes(step).items() if name.startswith("actor.params.")}
-        _check_shapes(step, saved, _shapes(wanted))
-        arguments = ocp.args.Composite(models=_restore_as(wanted, partial_restore=True))
+        saved = {name: array for name, array in self._saved_arrays(step).items() if name.startswith("actor.params.")}
+        _check_shapes(step, saved, wanted)
+        models = _restore_as(wanted, saved, partial_restore=True)
+        arguments = ocp.args.Composite(models=models, progress=ocp.args.JsonRestore())
         with self._reading(step):
-            return self._manager.restore(step, args=arguments)["models"]["actor"]["params"]
+            restored = self._manager.restore(step, args=arguments)
+            progress = opened(restored["progress"], step)
+            check_arrays(progress, restored["models"])
+        return restored["models"]["actor"]["params"], progress
 
-    def _saved_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each array of the models by its path."""
+    def _saved_arrays(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each array of the models by its path."""
         with self._reading(step):
             leaves = jax.tree.leaves(self._manager.item_metadata(step)["models"].tree)
-        return {leaf.name: tuple(leaf.shape) for leaf in leaves if hasattr(leaf, "shape")}
+        arrays = (leaf for leaf in leaves if hasattr(leaf, "shape"))
+        return {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays}
 
     def close(self) -> None:
         """Waits until everything is on disk. RuntimeError if writing fails."""
@@ -262,7 +273,7 @@ class Checkpoints:
             with whole_loops():
                 yield
         except Exception as error:  # as above
-            if is_jax_failure(error):
+            if is_jax_failure(error) or isinstance(error, SharedFailure):
                 raise
             others = [number for number in self._manager.all_steps() if number != step]
             rest = f"resume from step {max(others)}" if others else "start over"
@@ -300,40 +311,43 @@ def saved_by(directory: epath.PathLike, step: int) -> tuple[str, str]:
         return "", ""
 
 
-def _digest(stream: dict[str, Any]) -> str:
-    """A checksum of arrays by name."""
-    found = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(stream)[0]:
-        array = np.asarray(leaf)
-        found.update(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode() + array.tobytes())
-    return found.hexdigest()
-
-
 def _first_line(error: Exception) -> str:
     """What happened, without TensorStore's description of the array."""
     return (str(error) or type(error).__name__).splitlines()[0].partition(". See full TensorStore")[0][:300]
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of each leaf by its path, as Orbax names it."""
+def _named(tree: Any) -> dict[str, Any]:
+    """Each leaf by its path, as Orbax names it."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _check_shapes(step: int, saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
-    differing = sorted(name for name in saved | wanted if saved.get(name) != wanted.get(name))
+def _check_shapes(step: int, saved: dict[str, jax.ShapeDtypeStruct], wanted: Any) -> None:
+    found, needed = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, _named(wanted)))
+    differing = sorted(name for name in found | needed if found.get(name) != needed.get(name))
     if differing:
         name = differing[0]
         raise InputError(
             f"the checkpoint of step {step} is of another model: {len(differing)} arrays differ, {name} has shape "
-            f"{saved.get(name, 'none')} there and {wanted.get(name, 'none')} in this run: choose another workdir, or "
+            f"{found.get(name, 'none')} there and {needed.get(name, 'none')} in this run: choose another workdir, or "
             "the model.path, model.lora and optimizer settings that the checkpoint was made with"
         )
 
 
-def _restore_as(shape: Any, *, partial_restore: bool = False) -> ocp.args.PyTreeRestore:
+def _restore_as(
+    wanted: Any, saved: dict[str, jax.ShapeDtypeStruct], *, partial_restore: bool = False
+) -> ocp.args.PyTreeRestore:
+    """Arguments to restore arrays laid out as in `wanted`, in the dtypes in which they were saved."""
+    dtypes = [saved[name].dtype for name in _named(wanted)]
+    leaves, structure = jax.tree.flatten(wanted)
+    shape = structure.unflatten(leaf.update(dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True))
     arguments = ocp.checkpoint_utils.construct_restore_args(shape)
     return ocp.args.PyTreeRestore(shape, restore_args=arguments, partial_restore=partial_restore)
+
+
+def _in_dtype(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """`array` as it is, or in another dtype if that of the moments has been changed."""
+    return array if array.dtype == wanted.dtype else jax.device_put(array.astype(wanted.dtype), wanted.sharding)
 
 
 def _trained(models: Models) -> dict[str, TrainState]:

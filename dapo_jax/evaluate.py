@@ -137,7 +137,7 @@ def open_policy(config: Config) -> Iterator[_Measuring]:
     decode_weights = build_decode_weights(arch, compute_dtype(config.model, mesh), mesh)
 
     def load(trained: Trained | None) -> Any:
-        return load_trained(trained, arch, mesh) if trained else load_base(config, arch, mesh)
+        return (load_trained(trained, arch, mesh) if trained else load_base(config, arch, mesh)).params
 
     with (
         jax.set_mesh(mesh),

@@ -28,7 +28,7 @@ import tokenizers
 from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
 
-from dapo_jax.base_models import first_model, load_base, lora_of, read_model, trained_params
+from dapo_jax.base_models import first_model, lora_of, read_model, trained_params, with_base
 from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command.command_line import command
 from dapo_jax.command.help import about, options_help
@@ -46,8 +46,9 @@ from dapo_jax.meshes import check_mesh
 from dapo_jax.model_card import model_card, recipe
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_config import hf_config, one_or_all, with_weights
+from dapo_jax.models.identity import Identity
 from dapo_jax.models.load import context_length, is_gguf
-from dapo_jax.models.lora import Lora, adapter_table, merged, peft_config
+from dapo_jax.models.lora import Lora, adapter_table, peft_config
 from dapo_jax.models.model_files import read_object
 from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
@@ -98,9 +99,9 @@ def export(
     arch, tokenizer = read_model(config)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh, training=False)
-    params = trained_params(Trained(config, step), arch, mesh)
+    params, saved = trained_params(Trained(config, step), arch, mesh)
     card = model_card(config, step, adapter=adapter) if is_first() else None
-    write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card)
+    write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card, saved=saved)
     return step
 
 
@@ -162,11 +163,13 @@ def write_policy(
     dtype: str,
     adapter: bool,
     card: str | None = None,
+    saved: Identity | None = None,
 ) -> None:
     """Writes a policy with these trained `params`, sharded over `mesh`, to the new directory `output`; see `export`.
 
     Args:
         card: the text of README.md; None = no such file.
+        saved: see `with_base`.
     """
     lora = lora_of(config, arch)
     with output_directory(output) as directory:
@@ -185,7 +188,7 @@ def write_policy(
                 _write_description(config, arch, tokenizer, directory, dtype)
             else:
                 _copy_description(source, arch, directory, dtype)
-        whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
+        whole = with_base(config, arch, mesh, params, saved).params
         _write(config, directory, weight_table(arch), whole, dtype, "model")
 
 

@@ -1,6 +1,8 @@
 """Host: accuracy of a policy on problems that it is not trained on."""
 
 import dataclasses
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,15 @@ class HeldOut:
     detailed: bool  # see evaluation_metrics
     shows_progress: bool  # on a terminal
     stage: Stage  # of the whole evaluation; the sampler's shows nothing
+
+    def checksum(self) -> str:
+        """Equal where accuracies can be compared: for the same problems, sampled, scored and summed up alike."""
+        places = {"files", "prompt_key", "max_prompts", "batch_size"}  # the problems that they lead to count
+        found: list[Any] = [self.sampler.stop, self.rewards.max_response_length, self.bootstrapped]
+        for task in self.task_sets:
+            options = {name: value for name, value in vars(task.options).items() if name not in places}
+            found += [options, task.prompts.checksum()]
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def evaluate(

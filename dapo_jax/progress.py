@@ -37,6 +37,9 @@ class Progress:
     tokens_trained: int = 0
     prompts: str = ""  # checksum of the training prompts
     stream: str = ""  # checksum of what is saved besides the models
+    arrays: dict[str, str] = field(default_factory=dict)  # checksum of each array of the models, by its path
+    loaded: dict[str, Any] = field(default_factory=dict)  # identity of each model that is loaded, by its option
+    held_out: str = ""  # checksum of the held-out problems and of how they are measured
     nonfinite_in_a_row: int = 0  # latest steps in a row whose loss or gradient was not finite
     log_bytes: int = -1  # of train.log that belong to finished steps; -1 = not known
     alarms: dict[str, float] = field(default_factory=dict)  # what the next step is compared with, see monitor/alarms.py
@@ -52,6 +55,11 @@ class Progress:
     step_seconds: float = 0.0  # that the steps took which are done
     lost_seconds: float = 0.0  # from a checkpoint until a start has resumed from it, over all restarts
     unrecorded: dict[str, Any] | None = None  # metrics and samples of the step until they are recorded
+
+
+def of_held_out(metric: str) -> bool:
+    """Whether trainer.best_metric measures held-out problems."""
+    return not metric or metric.startswith("eval/")
 
 
 def recomputes(config: Config, progress: Progress) -> bool:

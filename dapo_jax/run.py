@@ -15,7 +15,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms.kl import ROUNDING, ROUNDING_BF16
-from dapo_jax.base_models import load_base, load_critic, load_reference, read_policy
+from dapo_jax.base_models import load_base, load_critic, load_reference, policy_identity, read_policy
 from dapo_jax.config.derived import (
     checkpoint_dir,
     judge_folder,
@@ -34,6 +34,7 @@ from dapo_jax.learner.learner import Learner, build_estimator
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.meshes import check_memory, device_notes, make_meshes
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.identity import identity
 from dapo_jax.models.weights import build_freeze, count_params
 from dapo_jax.monitor.bars import shows_progress
 from dapo_jax.monitor.console import Console
@@ -219,7 +220,13 @@ def build_learner(
     """The compiled functions of what is trained on `mesh`, with the weights that are not trained."""
     settings, algorithm = actor_settings(config, arch, mesh), algorithm_settings(config)
     freeze = build_freeze(arch, settings.dtype, mesh)
-    frozen = freeze(load_base(config, arch, mesh)) if settings.lora is not None else None
+    base = load_base(config, arch, mesh) if settings.lora is not None else None
+    frozen = freeze(base.params) if base is not None else None
+    reference = load_reference(config, arch, freeze, mesh) if uses_reference(config) else None
+    teacher = load_teacher(config, sampler.tokenizer, mesh) if config.algorithm.distillation.path else None
+    loaded = {"model.path": policy_identity(config, arch, base)}
+    loaded |= {"reference.path": identity(arch, reference.digest)} if reference is not None else {}
+    loaded |= {"algorithm.distillation.path": teacher.identity} if teacher is not None else {}
     decode_mesh = with_tensor(mesh, sampler.mesh.shape["tensor"])
     actor = build_actor(settings, mesh, frozen, decode_mesh=decode_mesh)
     critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
@@ -233,8 +240,9 @@ def build_learner(
         mesh=mesh,
         actor=actor,
         critic=critic,
-        reference=load_reference(config, arch, freeze, mesh) if uses_reference(config) else None,
-        teacher=load_teacher(config, sampler.tokenizer, mesh) if config.algorithm.distillation.path else None,
+        reference=reference.params if reference is not None else None,
+        teacher=teacher,
+        loaded=loaded,
         decode_weights=LatestWeights(decode_weights, stage),
         estimator=build_estimator(algorithm, arch.vocab_size, mesh),
         init_models=lambda: init_models(config, arch, actor, critic, mesh),
@@ -274,13 +282,13 @@ def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic
     if config.model.lora.rank:
         state = actor.trainable.init_random(config.seed)
     else:
-        state = actor.trainable.init_from(load_base(config, arch, mesh))
+        state = actor.trainable.init_from(load_base(config, arch, mesh).params)
     if critic is None:
         return Models(actor=state, critic=None)
     if config.critic.model.path:
         trunk = load_critic(config.critic.model.path, arch, mesh)
     else:
-        trunk = state.params if not config.model.lora.rank else load_base(config, arch, mesh)
+        trunk = state.params if not config.model.lora.rank else load_base(config, arch, mesh).params
     begin = critic.trainable.init_from if "score" in trunk else critic.init_from_policy
     return Models(actor=state, critic=begin(trunk))
 

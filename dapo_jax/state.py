@@ -23,10 +23,12 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.models.identity import Identity, differences
+from dapo_jax.monitor.alarms import without_held_out
 from dapo_jax.monitor.records import config_differences
 from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
-from dapo_jax.progress import Progress, best_of, first_coefficient, resumed_coefficient, without_best
+from dapo_jax.progress import Progress, best_of, first_coefficient, of_held_out, resumed_coefficient, without_best
 from dapo_jax.run import Run
 
 logger = logging.getLogger(__name__)
@@ -93,11 +95,19 @@ def first_state(run: Run) -> RunState:
     progress = Progress(
         unrecorded={"metrics": {}, "samples": [], "histograms": {}} if run.config.trainer.val_before_train else None,
         prompts=run.problems.train_set.checksum(),
+        loaded=loaded_models(run),
+        held_out=run.held_out.checksum(),
         log_bytes=0,
         temperature=run.config.rollout.temperature,
     )
     progress = first_coefficient(run.config, progress)
     return RunState(run.learner.init_models(), progress, _first_stream(run), run.sampler.state())
+
+
+def loaded_models(run: Run) -> dict[str, Identity]:
+    """The identity of each model that the run has loaded, by its option."""
+    scorer = run.rewards.scorer
+    return {**run.learner.loaded, **({"reward.model.path": scorer.identity} if scorer is not None else {})}
 
 
 def _first_stream(run: Run) -> StreamState:
@@ -164,7 +174,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     """The state that was saved at `origin`.
 
     Raises:
-        ValueError: it is of another model, of this run with other prompts, or damaged.
+        ValueError: it is of another model, of this run with other prompts or other models beside it, or damaged.
     """
     critic_shape = run.learner.critic.trainable.state_shape if run.learner.critic is not None else None
     shape = Models(actor=run.learner.actor.trainable.state_shape, critic=critic_shape)
@@ -182,6 +192,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         progress = without_best(progress)
     sampled_at = progress.temperature
     progress = dataclasses.replace(progress, temperature=run.config.rollout.temperature)
+    _check_loaded(progress.loaded, loaded := loaded_models(run), origin, own=own)
+    progress = _on_held_out(run, dataclasses.replace(progress, loaded=loaded))
     logger.warning("resuming after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     sampler = run.sampler
     sampler.restore(arrays["engine"])
@@ -202,6 +214,38 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
     check_sampling(run.config, stream, ahead, sampled_at)
     return RunState(models, progress, stream, sampler.state(), ahead)
+
+
+def _check_loaded(saved: Mapping[str, Identity], found: Mapping[str, Identity], origin: Origin, *, own: bool) -> None:
+    """Raises InputError if a loaded model is not the one that the checkpoint was made with.
+
+    Only a run that begins as another run was may have another reference, teacher or reward model; it is warned of.
+    """
+    for option in found:
+        changed = differences(saved.get(option, {}), found[option])
+        if not changed:
+            continue
+        problem = f"{option} is not the model that {origin.directory} was made with: {', '.join(changed)}"
+        if own or option == "model.path":
+            raise InputError(
+                f"{problem}: restore its files and options, or start in a new workdir with model.path set to that run"
+            )
+        logger.warning("%s", problem)
+
+
+def _on_held_out(run: Run, progress: Progress) -> Progress:
+    """`progress` with the run's held-out problems; what it knows of accuracies on others is forgotten."""
+    checksum = run.held_out.checksum()
+    if progress.held_out in ("", checksum):
+        return dataclasses.replace(progress, held_out=checksum)
+    logger.warning(
+        "the held-out problems, or how they are sampled and scored, are not those of the checkpoint: the best step, "
+        "trainer.keep_best_ckpt and alarm/heldout_drop begin again"
+    )
+    progress = dataclasses.replace(progress, held_out=checksum, alarms=without_held_out(progress.alarms))
+    if of_held_out(run.config.trainer.best_metric):
+        progress = without_best(progress)
+    return progress
 
 
 def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from dapo_jax.learner.actor import ActorSettings, build_statistics
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.teacher import Teacher
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.identity import identity
 from dapo_jax.models.weights import build_freeze, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
 from dapo_jax.settings import actor_settings, micro_batches
@@ -49,10 +50,11 @@ def load_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher:
     if problems := indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES):
         raise InputError(f"the mesh does not fit {OPTION}={options.path}: " + "; ".join(problems))
     settings = teacher_settings(config, arch, mesh)
-    freeze = build_freeze(arch, settings.dtype, mesh)
+    freeze, base = build_freeze(arch, settings.dtype, mesh), load_base(as_policy(config), arch, mesh)
     return Teacher(
         statistics=build_statistics(settings, mesh),
-        params=freeze(load_base(as_policy(config), arch, mesh)),
+        params=freeze(base.params),
+        identity=identity(arch, base.digest),
         micro_batches=teacher_micro_batches(config, arch, mesh),
         vocab_size=arch.vocab_size,
     )

@@ -1,6 +1,8 @@
 """Which checkpoints are kept, which are restored, and what is said of the others."""
 
 import asyncio
+import dataclasses
+import json
 import shutil
 import threading
 from types import SimpleNamespace
@@ -85,6 +87,16 @@ def test_the_best_by_another_metric_is_not_the_best(tmp_path):
     assert steps(tmp_path) == [4, 6]
 
 
+@pytest.mark.parametrize(("metric", "kept"), [("", [2, 3]), ("critic/rewards/mean", [1, 3])])
+def test_the_best_on_other_held_out_problems_is_not_the_best(tmp_path, metric, kept):
+    checkpoints = Checkpoints(str(tmp_path), keep_best=1, max_to_keep=1, metric=metric)
+    for step, quality, held_out in ((1, 0.9, "a"), (2, 0.5, "b"), (3, 0.1, "b")):
+        progress = Progress(step=step, held_out=held_out)
+        checkpoints.save(models(step), progress, {"next_prompt": np.array(step)}, metric=quality)
+    checkpoints.close()
+    assert steps(tmp_path) == kept
+
+
 def test_what_is_saved_comes_back_without_a_warning(tmp_path, caplog):
     write(tmp_path, {3: None})
     log = absl.logging.get_absl_logger()
@@ -126,6 +138,77 @@ def test_a_damaged_checkpoint_is_named_and_never_skipped(tmp_path):
         checkpoints.restore(2, SHAPE)
     assert checkpoints.restore(1, SHAPE)[1] == Progress(step=1)
     checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A directory with a checkpoint of step 4 whose arrays fill a file, the models, and their shapes."""
+    directory = tmp_path_factory.mktemp("large")
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 96)), "b": jnp.ones(3, jnp.bfloat16)}
+    models = Models(actor=init_state(params, SETTINGS), critic=None)
+    checkpoints = Checkpoints(str(directory))
+    checkpoints.save(models, Progress(step=4, groups_kept=7), {"next_prompt": np.array(4)})
+    checkpoints.close()
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), models)
+    return directory, models, shape
+
+
+def restored(directory, shape, part="all"):
+    checkpoints = Checkpoints(str(directory), read_only=True)
+    try:
+        if part == "all":
+            return checkpoints.restore(4, shape)
+        return checkpoints.restore_policy(4, shape.actor.params)
+    finally:
+        checkpoints.close()
+
+
+@pytest.mark.parametrize("part", ["all", "policy"])
+@pytest.mark.parametrize("place", [0.2, 0.5, 0.9])
+def test_a_flipped_bit_or_a_zeroed_page_is_never_restored_as_other_weights(large, tmp_path, place, part):
+    directory, _, shape = large
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    file = max((path for path in (tmp_path / "4" / "models").rglob("d/*")), key=lambda path: path.stat().st_size)
+    found = bytearray(file.read_bytes())
+    start = int(place * len(found))
+    found[start] ^= 8
+    if place == 0.5:
+        found[start : start + 512] = bytes(512)
+    file.write_bytes(found)
+    with pytest.raises(ValueError, match="step 4 in .* is damaged"):
+        restored(tmp_path, shape, part)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: {}, "its progress is that of step None"),
+        (lambda record: {**record, "step": 400}, "not the bits that were saved: its progress"),
+        (lambda record: {**record, "groups_kept": 8}, "not the bits that were saved: its progress"),
+        (lambda record: {"step": 400}, "its progress is that of step 400"),
+        (lambda record: {"step": 4, "shoe_size": 1}, "shoe_size, which only a newer dapo_jax knows"),
+    ],
+)
+def test_another_record_of_progress_is_refused(large, tmp_path, change, message):
+    shutil.copytree(large[0], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "4" / "progress" / "metadata"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(ValueError, match=message):
+        restored(tmp_path, large[2])
+
+
+def test_a_checkpoint_of_an_earlier_version_without_checksums_is_restored(large, tmp_path):
+    shutil.copytree(large[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "4" / "progress" / "metadata").write_text(json.dumps({"step": 4, "groups_kept": 7}))
+    assert restored(tmp_path, large[2])[1] == restored(large[0], large[2])[1] == Progress(step=4, groups_kept=7)
+
+
+def test_moments_of_another_dtype_are_restored(large):
+    directory, models, shape = large
+    changed = {"moments": jax.tree.map(lambda leaf: leaf.update(dtype=jnp.bfloat16), shape.actor.moments)}
+    found, _, _ = restored(directory, dataclasses.replace(shape, actor=dataclasses.replace(shape.actor, **changed)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(found.actor.moments)} == {jnp.dtype("bfloat16")}
+    np.testing.assert_array_equal(found.actor.params["w"], models.actor.params["w"])
 
 
 def test_without_room_nothing_is_written_and_the_last_one_stays(held, monkeypatch):

@@ -31,7 +31,7 @@ POLICY = {"architectures": ["LlamaForCausalLM"]}
 def reference_of(**changes):
     """What `load_reference` gives a policy of the architecture at LLAMA."""
     config = small_config("unused", **changes)
-    return load_reference(config, read_architecture(LLAMA), lambda params: params, one_device_mesh())
+    return load_reference(config, read_architecture(LLAMA), lambda params: params, one_device_mesh()).params
 
 
 def assert_equal(found, expected):
@@ -39,7 +39,7 @@ def assert_equal(found, expected):
 
 
 def test_the_reference_is_the_models_own_start_unless_another_is_named():
-    expected = load_policy(LLAMA, read_architecture(LLAMA), one_device_mesh())
+    expected = load_policy(LLAMA, read_architecture(LLAMA), one_device_mesh()).params
     assert_equal(reference_of(**{"model.path": LLAMA}), expected)
     assert_equal(reference_of(**{"model.path": "elsewhere", "reference.path": LLAMA}), expected)
     message = f"reference.path={QWEN2} must have the architecture of model.path={LLAMA}"
@@ -53,7 +53,7 @@ def test_the_reference_of_a_random_model_is_its_start():
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(config, arch, mesh), mesh)
         reference = load_reference(config, arch, build_freeze(arch, np.float32, mesh), mesh)
-        assert_equal(reference, actor.trainable.init_random(config.seed).params)
+        assert_equal(reference.params, actor.trainable.init_random(config.seed).params)
 
 
 def critic_of(policy, critic_path):

@@ -18,6 +18,7 @@ LAYERS = [
     ("models", "data", "algorithms"),
     ("rewards",),
     ("learner", "rollout", "dynamic_sampling", "progress"),
+    ("integrity",),
     ("checkpoint", "problems", "verl"),
     ("command", "other_runs", "run_id"),
     ("base_models",),

@@ -20,6 +20,7 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.teacher import Teacher
 from dapo_jax.learner.update import Finish, OnMicroBatch, UpdateSettings, update_critic, update_policy
+from dapo_jax.models.identity import Identity
 from dapo_jax.monitor.tensorboard import Histograms
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.sharding import replicated
@@ -34,6 +35,7 @@ class Learner:
     critic: Critic | None  # for an estimator that needs values
     reference: Any  # weights for actor.statistics, with a KL divergence; else None
     teacher: Teacher | None  # of on-policy distillation
+    loaded: Mapping[str, Identity]  # of the policy and of the models that are not trained, by option
     decode_weights: LatestWeights  # of the policy's parameters, for the sampler
     estimator: Callable[..., Any]  # see `build_estimator`
     init_models: Callable[[], Models]  # the models before the first step

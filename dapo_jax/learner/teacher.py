@@ -10,6 +10,7 @@ from dapo_jax.data.containers import Batch
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trainable import WithFrozen
+from dapo_jax.models.identity import Identity
 
 ABSENT = -25.0  # nats, log-probability of a token that the teacher has no embedding for
 
@@ -22,6 +23,7 @@ class Teacher:
     params: Any  # in the dtype of matrix products
     vocab_size: int  # its embeddings; the policy may have more
     micro_batches: MicroBatches
+    identity: Identity
 
 
 def judged(

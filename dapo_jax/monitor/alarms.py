@@ -10,6 +10,7 @@ from dapo_jax.config.sections import AlarmConfig
 _DECAY = 0.9  # of the running means
 _ALL = 1 - 1e-9  # a share above it means all
 _LEAST_KL = 1e-3  # nats per token; smaller jumps mean nothing
+_BEST = "best heldout"  # the highest held-out accuracy so far
 _LEAST_MISMATCH = 1e-5  # the same for the k3 estimate of the mismatch
 
 logger = logging.getLogger(__name__)
@@ -77,10 +78,15 @@ def raise_evaluation_alarms(
     """
     if accuracy is None:
         return {}, dict(memory)
-    best = memory.get("best heldout")
+    best = memory.get(_BEST)
     limit = settings.heldout_drop * best if best is not None and best > 0 else None
-    memory = {**memory, "best heldout": accuracy if best is None else max(best, accuracy)}
+    memory = {**memory, _BEST: accuracy if best is None else max(best, accuracy)}
     return _raised({"heldout_drop": _Seen(accuracy, limit, below=True)}, memory, step)
+
+
+def without_held_out(memory: Mapping[str, float]) -> dict[str, float]:
+    """`memory` before the first evaluation on other held-out problems."""
+    return {name: value for name, value in memory.items() if name not in (_BEST, "heldout_drop")}
 
 
 def _raised(

@@ -17,8 +17,10 @@ from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.flops import TokenFlops, token_flops
+from dapo_jax.models.identity import Identity, identity
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.weights import weight_table
+from dapo_jax.parallel.checksums import digest
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import (
     TRAIN_RULES,
@@ -48,6 +50,7 @@ class ModelScorer:
     function_weight: float  # of the verifier's score
     system_prompt: str | None
     chat_template_kwargs: dict[str, Any]
+    identity: Identity
 
     def score(
         self,
@@ -126,10 +129,11 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
     problems = indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES)
     if problems:
         raise InputError(f"the mesh does not fit reward.model.path={settings.path}: " + "; ".join(problems))
-    model = build_reward_model(arch, dtype, mesh)
+    model, params = build_reward_model(arch, dtype, mesh), load_params(path, arch, place_weight(mesh, TRAIN_RULES))
+    known = identity(arch, digest(params))
     return ModelScorer(
         model=model,
-        params=model.freeze(load_params(path, arch, place_weight(mesh, TRAIN_RULES))),
+        params=model.freeze(params),
         flops=token_flops(arch),
         tokenizer=tokenizer,
         mesh=mesh,
@@ -139,6 +143,7 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
         function_weight=settings.function_weight,
         system_prompt=config.data.system_prompt,
         chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
+        identity=known,
     )
 
 

@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
 OF_A_RUN = {"log_bytes", "run", "workdir", "started_at", "saved_at", "step_seconds", "lost_seconds"}  # of Progress
+OF_A_RUN |= {"stream", "record"}  # checksums, also of memory that is free
 STAGES = ("gen", "reward", "update_actor", "testing", "save_checkpoint", "records", "anywhere")
 LONGEST_WAIT_S = 600.0  # for a stage to begin
 DEFAULTS = {  # many short steps, and groups that are carried from one to the next, so that there is much to lose
@@ -234,7 +235,7 @@ def last_checkpoint(workdir: Path) -> dict[str, bytes]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     found = {jax.tree_util.keystr(path): jax.device_get(leaf).tobytes() for path, leaf in leaves}
     progress = json.loads((place / "progress" / "metadata").read_text())
-    found |= {name: json.dumps(value).encode() for name, value in progress.items() if name != "stream"}
+    found |= {name: json.dumps(value).encode() for name, value in progress.items()}
     return {name: value for name, value in found.items() if "free_bytes" not in name and name not in OF_A_RUN}
 
 

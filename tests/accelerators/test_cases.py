@@ -23,6 +23,7 @@ COMPILED = {
     "rewards/shaping.py": 3,
     "dynamic_sampling/group_filter.py": 1,
     "base_models.py": 1,
+    "parallel/checksums.py": 1,
     "learner/critic.py": 2,
     "learner/update.py": 1,
     "learner/actor.py": 3,

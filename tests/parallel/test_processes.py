@@ -243,7 +243,7 @@ def policy(workdir: Path, step: int = 4) -> dict:
     shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape.params
     checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=2)
     try:
-        return jax.device_get(checkpoints.restore_policy(step, shape))
+        return jax.device_get(checkpoints.restore_policy(step, shape)[0])
     finally:
         checkpoints.close()
 

@@ -1,0 +1,73 @@
+"""Host: checksums of what a checkpoint holds: whether what is read is what was saved."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.errors import InputError
+from dapo_jax.parallel.checksums import checksums
+from dapo_jax.progress import Progress
+
+_RECORD = "record"  # name of the checksum of all else in the record
+
+
+def sealed(progress: Progress, models: Any, stream: Any) -> dict[str, Any]:
+    """The record of `progress`, plain JSON data, with checksums of the arrays and of itself.
+
+    Every process must call it.
+
+    Raises:
+        SharedFailure: copies of an array on several devices differ.
+    """
+    progress = dataclasses.replace(progress, arrays=checksums(models), stream=_of_stream(stream))
+    record = json.loads(json.dumps(dataclasses.asdict(progress)))
+    return {**record, _RECORD: _of_record(record)}
+
+
+def opened(record: Mapping[str, Any], step: int) -> Progress:
+    """The progress of a record. InputError unless it is whole and of this step.
+
+    A checkpoint of an earlier version has no checksums, and lacks what that version did not know.
+    """
+    values = {name: value for name, value in record.items() if name != _RECORD}
+    if _RECORD in record and record[_RECORD] != _of_record(values):
+        raise InputError("not the bits that were saved: its progress")
+    if values.get("step") != step:
+        raise InputError(f"its progress is that of step {values.get('step')}")
+    if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(Progress)}):
+        raise InputError(f"its progress has {', '.join(unknown)}, which only a newer dapo_jax knows")
+    return Progress(**values)
+
+
+def check_arrays(progress: Progress, models: Any) -> None:
+    """InputError unless the arrays of `models`, which may be a part of those saved, are as they were saved.
+
+    Every process must call it.
+    """
+    found = checksums(models) if progress.arrays else {}
+    if changed := [name for name, checksum in found.items() if progress.arrays.get(name) != checksum]:
+        more = f" and {len(changed) - 1} more" if changed[1:] else ""
+        raise InputError(f"not the bits that were saved: {changed[0]}{more}")
+
+
+def check_stream(progress: Progress, stream: Any) -> None:
+    """InputError unless what is saved besides models and progress is as it was saved."""
+    if progress.stream not in ("", _of_stream(stream)):
+        raise InputError("not the bits that were saved: its prompts and groups")
+
+
+def _of_record(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _of_stream(stream: Any) -> str:
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(stream)[0]:
+        array = np.asarray(leaf)
+        found.update(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode() + array.tobytes())
+    return found.hexdigest()
