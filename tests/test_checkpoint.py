@@ -206,7 +206,7 @@ def test_a_checkpoint_of_an_earlier_version_without_checksums_is_restored(large,
 def test_moments_of_another_dtype_are_restored(large):
     directory, models, shape = large
     changed = {"moments": jax.tree.map(lambda leaf: leaf.update(dtype=jnp.bfloat16), shape.actor.moments)}
-    found, _, _ = restored(directory, dataclasses.replace(shape, actor=dataclasses.replace(shape.actor, **changed)))
+    found, *_ = restored(directory, dataclasses.replace(shape, actor=dataclasses.replace(shape.actor, **changed)))
     assert {leaf.dtype for leaf in jax.tree.leaves(found.actor.moments)} == {jnp.dtype("bfloat16")}
     np.testing.assert_array_equal(found.actor.params["w"], models.actor.params["w"])
 

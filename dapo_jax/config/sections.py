@@ -129,7 +129,7 @@ class LoraConfig:
     """Low-rank adapters of the policy (arXiv:2106.09685). Only they are trained and saved."""
 
     rank: Annotated[int, zero_or_more("off")] = 0  # 0 = train all weights
-    alpha: Positive[float] = 16.0  # the adapters' output is scaled by alpha / rank
+    alpha: Positive[float] = 16.0  # the adapters' output is scaled by alpha / rank; fixed for a run
     target_modules: tuple[str, ...] = (  # by Hugging Face's names; all-linear = those that the model has
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),

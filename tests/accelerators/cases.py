@@ -309,4 +309,6 @@ CASES = [
     Case("reward model", of.reward_model),
     Case("reward model in float32, Qwen2", of.reward_model, FLOAT32, family="qwen2"),
     Case("export", of.gathers),
+    Case("checksums, moments in bfloat16", of.checksums, {MOMENTS: "bfloat16"}, both=True),
+    Case("checksums, moments offloaded", of.checksums, {"actor.optim.offload": True}, platforms=(V5E,)),
 ]

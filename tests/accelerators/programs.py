@@ -37,6 +37,7 @@ from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import queries_at_once
 from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
+from dapo_jax.parallel.checksums import sums_of_shards
 from dapo_jax.parallel.devices import devices_of
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, with_tensor
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding, replicated
@@ -354,6 +355,13 @@ def reward_model(parts: Parts) -> Iterator[Program]:
     weights = model.freeze.lower(params).out_info  # pyright: ignore[reportFunctionMemberAccess]
     tokens, mask = parts.rows(8, TOKENS, dtype=jnp.int32), parts.rows(8, TOKENS, dtype=jnp.bool_)
     yield "scores", lambda: model.scores.lower(weights, tokens, mask)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def checksums(parts: Parts) -> Iterator[Program]:
+    """What a checkpoint computes over all that it saves of a policy."""
+    state = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh).trainable.state_shape
+    arrays = jax.tree.leaves(state)
+    yield "checksums", lambda: sums_of_shards.lower(arrays, tuple(array.sharding for array in arrays))
 
 
 def gathers(parts: Parts) -> Iterator[Program]:
