@@ -26,7 +26,7 @@ def reached(config, monkeypatch):
 def test_a_function_that_cannot_work_is_refused_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr("dapo_jax.run.build_engine", None)  # nothing is built to sample with
     for body, metric, message in (
-        ("return None", "acc", "returns no verdict"),
+        ("return None", "acc", "failed on all 8 .*returned None: no verdict"),
         ("return {'score': 1.0, 'acc': 1.0}", "right", "'right' is not among the numbers .*own.py:score' .*score, acc"),
     ):
         changes = {"reward.function": own_function(tmp_path, body), "algorithm.filter_groups.metric": metric}
@@ -39,7 +39,7 @@ def test_a_function_that_cannot_work_is_refused_before_the_first_step(tmp_path, 
 
 def test_the_function_of_a_task_set_is_tried_too(tmp_path):
     tasks = {"named": {"files": rows_file(tmp_path, "a.jsonl", [1]), "reward_function": own_function(tmp_path, "pass")}}
-    with pytest.raises(ValueError, match="returns no verdict .*a.jsonl row 1"):
+    with pytest.raises(ValueError, match="failed on all 8 .*a.jsonl row 1, .*returned None"):
         train(small_config(tmp_path / "run", **{"evaluate.tasks": json.dumps(tasks)}))
 
 
