@@ -182,10 +182,8 @@ def lora_of(config: Config, arch: Architecture) -> Lora | None:
 
 def policy_identity(config: Config, arch: Architecture, base: Loaded | None = None) -> Identity:
     """What a run's policy computes with besides the weights that it trains; `base` has its adapters."""
-    lora = config.model.lora
-    return identity(
-        arch, base.digest if base is not None else "", **({"model.lora.alpha": lora.alpha} if lora.rank else {})
-    )
+    scale = {"model.lora.alpha": config.model.lora.alpha} if config.model.lora.rank else {}
+    return identity(arch, base.digest if base is not None else "", **scale)
 
 
 def load_base(config: Config, arch: Architecture, mesh: Mesh) -> Loaded:
@@ -208,13 +206,13 @@ def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], A
         return Loaded({}, "")
     path = config.reference.path or config.model.path
     if path == RANDOM:
-        base = load_base(config, arch, mesh)
-        return Loaded(freeze(base.params), base.digest)
-    if config.reference.path is not None and _architecture(path) != arch:
+        loaded = load_base(config, arch, mesh)
+    elif config.reference.path is not None and _architecture(path) != arch:
         raise InputError(
             f"reference.path={path} must have the architecture of model.path={config.model.path}: choose another"
         )
-    loaded = load_policy(path, arch, mesh, shown=shows_progress(config))
+    else:
+        loaded = load_policy(path, arch, mesh, shown=shows_progress(config))
     return Loaded(freeze(loaded.params), loaded.digest)
 
 

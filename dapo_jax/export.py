@@ -35,7 +35,7 @@ from dapo_jax.command.help import about, options_help
 from dapo_jax.command.output_directory import new_output, output_directory
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, flat, from_values
+from dapo_jax.config.values import DEFAULTS, flat
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError, say
@@ -54,7 +54,7 @@ from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.monitor.recipe import RECIPE
-from dapo_jax.monitor.records import recorded_config
+from dapo_jax.monitor.records import known_config, recorded_config
 from dapo_jax.other_runs import RANDOM, Trained
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import gather, is_first
@@ -114,7 +114,8 @@ def as_trained(config: Config, chosen: Collection[str]) -> tuple[Config, tuple[s
         chosen: keys of `config` that may not contradict the run; the others give way.
 
     Raises:
-        InputError: the workdir has no config.json, or `chosen` contradicts it.
+        InputError: the workdir has no config.json, this version does not know an option in it, or `chosen` contradicts
+            it.
     """
     workdir = config.workdir
     recorded = gather(recorded_config(workdir) if is_first() else None)[0]
@@ -123,7 +124,7 @@ def as_trained(config: Config, chosen: Collection[str]) -> tuple[Config, tuple[s
             f"workdir={workdir} must be that of a run, but holds no config.json: give the run's workdir by "
             "--config.workdir, or train first"
         )
-    run = from_values(recorded)
+    run = known_config(recorded, workdir)
     given, theirs = flat(config), flat(run)
     sections = ["model.lora."] * (run.model.lora.rank > 0) + ["model.random.", "seed"] * (run.model.path == RANDOM)
     keys = ["model.path", "model.lora.rank", *(key for key in theirs if key.startswith(tuple(sections)))]

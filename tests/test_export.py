@@ -339,6 +339,9 @@ def test_without_a_checkpoint_or_into_something_nothing_is_written(tmp_path):
         ValueError, match="must be that of a run that has saved a checkpoint, but .*checkpoints holds none"
     ):
         export(config, tmp_path / "out")
+    write_config(config.workdir, dataclasses.asdict(config) | {"surprise": 1})
+    with pytest.raises(ValueError, match="config.json has options that dapo_jax .* does not know: surprise; it was"):
+        export(config, tmp_path / "out")
     held.mkdir()
     (held / "model.safetensors").write_bytes(b"precious")
     with pytest.raises(ValueError, match=f"--output={held} must be a new or an empty directory"):
