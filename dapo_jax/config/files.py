@@ -14,6 +14,7 @@ import yaml
 from flax import traverse_util
 from ml_collections import ConfigDict
 
+from dapo_jax import __version__
 from dapo_jax.config.recipes import closest, recipe_file
 from dapo_jax.config.values import default_config
 from dapo_jax.errors import InputError
@@ -119,7 +120,8 @@ def _run_text(path: str) -> ConfigDict:
         if path not in known
     ]
     if unknown:
-        raise InputError(f"{rule}, but has unknown options {', '.join(unknown[:10])}: correct the file")
+        names = ", ".join(unknown[:10])
+        raise InputError(f"{rule}, but has options unknown to dapo_jax {__version__}: {names}: correct the file")
     try:
         config.update(values)
     except (TypeError, AttributeError, ValueError) as error:

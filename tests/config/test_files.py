@@ -116,14 +116,14 @@ START = "from dapo_jax.config import default_config\ndef get_config():\n    c = 
         ("yaml", "seed: [1", "is not YAML .*expected"),
         ("yaml", "seed: 1\n--- \nseed: 2", "is not YAML .*another document"),
         ("yaml", "seed: x", "seed"),
-        ("yaml", "model_type: llama\n1: 2", "has unknown options model_type, 1"),
+        ("yaml", "model_type: llama\n1: 2", "has options unknown to dapo_jax .*: model_type, 1"),
         ("yaml", "data: !!python/object/apply:os.system [exit]", "is not YAML .*could not determine a constructor"),
         ("json", "[1]", "holds list"),
         ("json", "{", "is not JSON"),
         ("json", '{"seed": "x"}', "seed"),
         ("json", "[" * 100_000, "is not JSON"),
-        ("json", '{"model_type": "llama", "data": 3}', "has unknown options model_type, data"),
-        ("json", '{"data": {"nonsense": 1}}', "has unknown options data.nonsense"),
+        ("json", '{"model_type": "llama", "data": 3}', "has options unknown to dapo_jax .*: model_type, data"),
+        ("json", '{"data": {"nonsense": 1}}', "has options unknown to dapo_jax .*: data.nonsense"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(suffix, text, message, tmp_path):
