@@ -9,6 +9,7 @@ source "$(dirname "$0")/environment.sh"
 show_help "$@"
 cd "$(dirname "$0")/.."
 bash scripts/test.sh --everything
+bash scripts/test_combinations.sh
 bash scripts/test_pythons.sh
 DAPO_JAX_COMPILE_ALL=1 bash scripts/test_accelerators.sh
 bash scripts/test_package.sh

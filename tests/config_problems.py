@@ -16,7 +16,7 @@ from dapo_jax.command.validation import BOUNDS, CHOICES, validate
 from dapo_jax.command.warnings import warnings
 from dapo_jax.config.aliases import resolve_aliases
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, MAY_BE_INFINITE, PATHS, with_values
+from dapo_jax.config.values import DEFAULTS, MAY_BE_INFINITE, PATHS, flat, with_values
 from dapo_jax.errors import InputError
 
 MESSAGES = Path(__file__).parent / "command" / "messages.yaml"
@@ -28,6 +28,9 @@ HEAD = """\
 VERDICTS = ("refused", "warned", "accepted")
 VALID = with_values(Config(), {"model.path": "random", "data.task": "arithmetic"})
 WRONG = b""  # of no option's type
+TABLES = yaml.safe_load(MESSAGES.with_name("option_values.yaml").read_text())
+VALUES, COMPANIONS = TABLES["values"], TABLES["companions"]
+SETTINGS = {setting: (pair.get("unread", {}), pair.get("read", {})) for setting, pair in TABLES["settings"].items()}
 
 
 def config_with(changes: dict[str, Any]) -> Config:
@@ -81,6 +84,36 @@ def types() -> dict[str, str]:
     found = problems(with_values(VALID, dict.fromkeys(DEFAULTS, WRONG)))
     lines = (line.removesuffix(": correct it").partition(f"={WRONG!r} must be ") for line in found)
     return {key: kind for key, _, kind in lines}
+
+
+def other_value(key: str, *, allowed: Any = None) -> Any:
+    """A valid value that is not the default, and not among those that `allowed` names."""
+    default = flat(VALID)[key]
+    if key in VALUES:
+        return tuple(VALUES[key]) if isinstance(VALUES[key], list) else VALUES[key]
+    if isinstance(default, bool):
+        return not default
+    if choices := [choice for name, bound in BOUNDS if name == key for choice in bound.choices]:
+        return next(choice for choice in choices if choice not in (default, *(allowed or ())))
+    if isinstance(default, int):
+        return default * 2 if default > 1 else default + 1
+    if isinstance(default, float):
+        return default / 2 or 0.25
+    return ("other",) if isinstance(default, tuple) else "other"
+
+
+@functools.cache
+def off_and_on(setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Changes with which the options of a setting are not read, and with which they are."""
+    if setting in SETTINGS:
+        return SETTINGS[setting]
+    key, _, text = setting.partition("=")
+    default, names = flat(VALID)[key], text.split(" or ")
+    if str(default) in names:
+        other = other_value(key, allowed=names)
+        return {key: other} | COMPANIONS.get(f"{key}={other}", {}), {}
+    value = {"True": True, "False": False, "1": 1}.get(names[0], names[0])
+    return {}, {key: value} | COMPANIONS.get(f"{key}={value}", {})
 
 
 def messages() -> dict[str, Any]:

@@ -3,17 +3,13 @@
 Which options have which settings is in messages.yaml.
 """
 
-import functools
 import inspect
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
-from config_problems import VALID, config_with, problems
+from config_problems import VALID, config_with, off_and_on, other_value, problems
 
 from dapo_jax.algorithms.advantages import ESTIMATORS, cpo
 from dapo_jax.algorithms.aggregation import MODES, token_weights
@@ -21,47 +17,14 @@ from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.command.option_uses import CPO_READS, USES, put_back, unread, without_switched_off
-from dapo_jax.command.validation import BOUNDS, validate
+from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config, FilterGroupsConfig
-from dapo_jax.config.values import DEFAULTS, flat, with_values
+from dapo_jax.config.values import DEFAULTS, with_values
 from dapo_jax.dynamic_sampling.group_filter import RULES, group_statistics, keep_groups
 
 FILTER = "algorithm.filter_groups"
 LOSS = "actor.policy_loss.loss_mode"
 ALIASES = "dapo_jax.config.freeze, which carries out the names of other trainers"
-TABLES = yaml.safe_load((Path(__file__).parent / "option_values.yaml").read_text())
-VALUES, COMPANIONS = TABLES["values"], TABLES["companions"]
-SETTINGS = {setting: (pair.get("unread", {}), pair.get("read", {})) for setting, pair in TABLES["settings"].items()}
-
-
-def other_value(key: str, *, allowed: Any = None) -> Any:
-    """A valid value that is not the default, and not among those that `allowed` names."""
-    default = flat(VALID)[key]
-    if key in VALUES:
-        return tuple(VALUES[key]) if isinstance(VALUES[key], list) else VALUES[key]
-    if isinstance(default, bool):
-        return not default
-    if choices := [choice for name, bound in BOUNDS if name == key for choice in bound.choices]:
-        return next(choice for choice in choices if choice not in (default, *(allowed or ())))
-    if isinstance(default, int):
-        return default * 2 if default > 1 else default + 1
-    if isinstance(default, float):
-        return default / 2 or 0.25
-    return ("other",) if isinstance(default, tuple) else "other"
-
-
-@functools.cache
-def off_and_on(setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Changes with which the options of a setting are not read, and with which they are."""
-    if setting in SETTINGS:
-        return SETTINGS[setting]
-    key, _, text = setting.partition("=")
-    default, names = flat(VALID)[key], text.split(" or ")
-    if str(default) in names:
-        other = other_value(key, allowed=names)
-        return {key: other} | COMPANIONS.get(f"{key}={other}", {}), {}
-    value = {"True": True, "False": False, "1": 1}.get(names[0], names[0])
-    return {}, {key: value} | COMPANIONS.get(f"{key}={value}", {})
 
 
 @pytest.mark.parametrize("use", [use for use in USES if use.setting != ALIASES], ids=lambda use: use.setting)

@@ -1,0 +1,185 @@
+"""Options together: each combination is refused with its reason, or trains alike however the run is cut and divided.
+
+The commit decides which combinations are tried, or OPTION_COMBINATIONS=COUNT:SEED (scripts/test_combinations.sh).
+"""
+
+import fnmatch
+import json
+import math
+import os
+import random
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from config_problems import off_and_on
+from reward_model_files import write_reward_model
+from shapes import SMALL
+from small_run import (
+    DAMPED,
+    assert_same_checkpoint,
+    assert_same_policy,
+    copied,
+    own_function,
+    rows_without_clock,
+    small_config,
+    sums,
+)
+
+from dapo_jax import meshes
+from dapo_jax.command.option_uses import USES, unread
+from dapo_jax.config.values import DEFAULTS
+from dapo_jax.errors import InputError
+from dapo_jax.learner.optimizer import Models
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.training import train
+
+TABLE = yaml.safe_load(Path(__file__).with_name("option_combinations.yaml").read_text())
+VALUES, NEEDS = TABLE["values"], TABLE["needs"]
+RECIPE = {  # three steps, which end whatever the filter drops
+    **DAMPED,
+    "rollout.n": 4,
+    "trainer.total_training_steps": 3,
+    "trainer.test_freq": 3,
+    "trainer.val_before_train": False,
+    "trainer.save_freq": 1,
+    "trainer.max_ckpt_to_keep": 9,
+    "algorithm.filter_groups.max_num_gen_batches": 3,
+    "algorithm.filter_groups.on_limit": "partial",
+    "algorithm.filter_groups.on_empty": "skip_step",
+}
+LAYOUTS = ({"mesh.fsdp": 2, "mesh.tensor": 2}, {"mesh.fsdp": 4}, {"mesh.tensor": 2})  # on eight devices
+OF_LAYOUT = ("perf/", "time/", "timing", "global_seqlen/", "train/num_gen", "dynamic_sampling/num_gen")  # metrics
+COUNT, SEED = map(int, os.environ.get("OPTION_COMBINATIONS", "20:0").split(":"))
+if "OPTION_COMBINATIONS" not in os.environ:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    SEED = int(commit.stdout[:8] or "0", 16)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, whole):
+    """What the places of the table are, and those of option_values.yaml."""
+    files = tmp_path_factory.mktemp("files")
+    (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(0, 1, 2, 3, 4, 5, 6)))
+    write_reward_model(files / "reward")
+    own_function(
+        files, "return {'score': 2.0 * (ground_truth in solution) - 1, 'acc': float(ground_truth in solution)}"
+    )
+    of_models = {"models/teacher": str(whole[0]), "models/reward": str(files / "reward")}
+    return {"{run}": str(whole[0]), "{files}": str(files), "a.parquet": str(files / "rows.jsonl"), **of_models}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(COUNT), ids=lambda number: f"{SEED}-{number}")
+def test_options_that_are_accepted_together_train_alike_cut_and_divided(number, tmp_path, places, monkeypatch):
+    dice = random.Random(f"{SEED} {number}")
+    changes = drawn(dice, places)
+    print(command(changes))
+    use_one_device(monkeypatch)
+    try:
+        models = run(tmp_path / "whole", changes)
+    except InputError as refusal:
+        print(refusal)
+        return
+    rows, params = rows_without_clock(tmp_path / "whole"), jax.device_get(models.actor.params)
+    assert [row["step"] for row in rows][-3:] == [1, 2, 3]
+    assert [(row["step"], name) for row in rows for name, value in row.items() if not math.isfinite(value)] == []
+
+    stopped = copied(tmp_path / "whole", tmp_path / "stopped", step=1)
+    assert_same_policy(run(stopped, changes), params)
+    assert rows_without_clock(stopped) == rows
+    assert_same_checkpoint(stopped, tmp_path / "whole")
+
+    monkeypatch.undo()
+    divided = run(tmp_path / "divided", changes | divisions(dice, changes))
+    if not depends_on_layout(changes, rows):
+        assert_same_policy(divided, params, tolerance=2e-4)
+        assert_alike(rows_without_clock(tmp_path / "divided"), rows)
+
+
+def drawn(dice: random.Random, places: dict[str, str]) -> dict[str, Any]:
+    """Three to eight options, with those that make a run read them; what is still not read is left out."""
+    changes: dict[str, Any] = {}
+    sections = sorted({key.rpartition(".")[0] for key in VALUES})
+    for section in dice.choices(sections, k=dice.randint(3, 8)):  # large ones would be in nearly all combinations
+        key = dice.choice(sorted(key for key in VALUES if key.rpartition(".")[0] == section))
+        value = dice.choice(VALUES[key])
+        changes = with_needs(key, value) | changes | {key: value}
+    changes = RECIPE | {key: in_place(value, places) for key, value in changes.items()}
+    while idle := unread(small_config("", **changes)).keys() & changes:
+        changes = {key: value for key, value in changes.items() if key not in idle}
+    return changes
+
+
+def with_needs(key: str, value: Any) -> dict[str, Any]:
+    """The options with which a run reads `key`."""
+    needed = NEEDS.get(f"{key}={value}", NEEDS.get(key, {}))
+    for use in USES:
+        if key in use.keys:
+            needed = off_and_on(use.setting)[1] | needed
+    return {name: one for name, one in needed.items() if DEFAULTS[name] != one}
+
+
+def in_place(value: Any, places: dict[str, str]) -> Any:
+    """A value of the table with its places, and a tuple for a list."""
+    if isinstance(value, list):
+        return tuple(in_place(part, places) for part in value)
+    if isinstance(value, str):
+        for name, place in places.items():
+            value = value.replace(name, place)
+    return value
+
+
+def run(folder: Path, changes: dict[str, Any]) -> Models:
+    return train(small_config(folder, **changes))
+
+
+def divisions(dice: random.Random, changes: dict[str, Any]) -> dict[str, Any]:
+    """Another mesh, number of rows at once and size of passes."""
+    passes = {} if "actor.ppo_max_token_len_per_device" in changes else {"actor.ppo_micro_batch_size_per_device": 1}
+    return {**dice.choice(LAYOUTS), **passes, "rollout.max_num_seqs": 24}
+
+
+def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh of one device, for which programs compile faster."""
+
+    def one(*shape: int, **keywords: Any) -> Any:
+        devices = shape[3] if len(shape) > 3 and shape[3] is not None else jax.devices()
+        return make_mesh(1, 1, 1, devices[:1], **keywords)
+
+    monkeypatch.setattr(meshes, "make_mesh", one)
+
+
+def depends_on_layout(changes: dict[str, Any], rows: list[dict[str, float]]) -> bool:
+    """Whether the mesh may decide: by bfloat16's rounding, or where a stream of prompts has met its limit."""
+    limited = any(row.get("dynamic_sampling/partial_step") for row in rows)
+    streams = changes.get("algorithm.filter_groups.backfill") == "stream"
+    return changes.get("model.dtype") == "bfloat16" or (streams and limited)
+
+
+def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Metrics that are equal up to rounding, apart from those of the layout."""
+    differing = [
+        (row["step"], name, row.get(name), value)
+        for row, other in zip(found, expected, strict=True)
+        for name, value in other.items()
+        if not name.startswith(OF_LAYOUT) and not np.isclose(row.get(name, np.nan), value, rtol=2e-3, atol=2e-4)
+    ]
+    assert differing == []
+
+
+def command(changes: dict[str, Any]) -> str:
+    """What runs the combination on one device."""
+    options = [shlex.quote(f"--config.{key}={value}") for key, value in (SMALL | changes).items()]
+    return " ".join(["JAX_NUM_CPU_DEVICES=1 python -m dapo_jax.train --config configs/tiny.py", *options])
+
+
+def test_each_option_is_combined_with_others_or_left_out_for_a_reason():
+    patterns = [pattern for names in TABLE["left_out"].values() for pattern in names]
+    left_out = {key for key in DEFAULTS if any(fnmatch.fnmatch(key, pattern) for pattern in patterns)}
+    assert left_out.isdisjoint(VALUES) and left_out | set(VALUES) == set(DEFAULTS)
