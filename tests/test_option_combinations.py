@@ -190,7 +190,7 @@ def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]]
         if not any(fnmatch.fnmatch(name, pattern) for pattern in apart_from)
         and not np.isclose(row.get(name, np.nan), other.get(name, np.nan), rtol=2e-3, atol=2e-4)
     ]
-    assert differing == []
+    assert not differing, "step, metric, found, expected:\n" + "\n".join(map(str, differing))
 
 
 def is_refused(folder: Path, changes: dict[str, Any]) -> bool:
