@@ -3,11 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from shapes import ARCH, mesh_of
 from small_policy import actor_settings, engine_settings
 
 from dapo_jax.learner.actor import build_actor
+from dapo_jax.parallel.sharding import lookup
 from dapo_jax.preflight.hlo_costs import program_costs
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.wave_programs import lower_chunk
@@ -27,3 +30,10 @@ def test_logits_stay_on_their_devices(vocab_size):
     share = 4 * rows * vocab_size / 2  # bytes of a device's logits
     largest = max(one.bytes / one.count for one in program_costs(text, [0, 0]).collectives if one.kind == "all-gather")
     assert largest < share / 8
+
+
+def test_embeddings_in_bfloat16_are_summed_over_tensor():
+    """XLA's compiler for CPUs ends the process if the sum is over a part of the mesh's axes."""
+    table, tokens = jnp.arange(48, dtype=jnp.bfloat16).reshape(8, 6), jnp.array([[0, 5, 7]])
+    with jax.set_mesh(mesh_of((1, 1, 2))):
+        np.testing.assert_array_equal(jax.jit(lookup)(table, tokens), table[tokens])
