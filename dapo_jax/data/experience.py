@@ -150,6 +150,16 @@ class Experience:
         longest = np.max(lengths, axis=1, initial=0, where=known)
         return (known.sum(axis=1) > 1) & (least == most) & (high - low <= per_token * longest)
 
+    def divergence(self, per_token: float) -> np.ndarray:
+        """KL divergence [Q, G] of each response, 0 where rounding can make it: up to `per_token` nats a token.
+
+        It is the smallest of the group where the group `differs_by_rounding`.
+        """
+        assert self.kl is not None
+        found = self.kl.sum(axis=-1)
+        found = np.where(np.abs(found) <= per_token * self.mask.sum(axis=-1), np.float32(0), found)
+        return np.where(self.differs_by_rounding(per_token)[:, None], found.min(axis=1, keepdims=True), found)
+
     def with_scores(self, **scores: np.ndarray) -> "Experience":
         """The same with further values [Q, G]."""
         return replace(self, scores={**self.scores, **scores})

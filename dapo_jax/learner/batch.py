@@ -178,9 +178,8 @@ def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -
 def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Experience:
     """Adds the KL divergence of each token to the reference, and the score `seq_final_reward`: the reward less it.
 
-    It is taken from the sampler's log-probabilities, which the group filter needs before anything is recomputed. Where
-    the rewards of a group differ by its rounding alone, all responses get the smallest divergence, or 0 if that is
-    rounding too: a filter by this score then depends on no engine, mesh or micro-batch.
+    It is taken from the sampler's log-probabilities, which the group filter needs before anything is recomputed. A
+    filter or an order by this score depends on no engine, mesh or micro-batch: it leaves out what rounding can make.
     """
     with learner.stage("ref"):
         batch = rows_of(learner, experience, num_groups=len(experience))
@@ -189,10 +188,7 @@ def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Exp
     kl = np.where(batch.policy_mask, kl, 0.0).reshape(*experience.finished.shape, -1)
     kl = np.pad(kl, ((0, 0), (0, 0), (0, experience.mask.shape[-1] - kl.shape[-1])))
     experience = dataclasses.replace(experience, kl=kl)
-    divergence, longest = kl.sum(axis=-1), experience.mask.sum(axis=-1).max(axis=1)
-    shared = divergence.min(axis=1)
-    shared = np.where(np.abs(shared) <= learner.rounding * longest, np.float32(0), shared)
-    divergence = np.where(experience.differs_by_rounding(learner.rounding)[:, None], shared[:, None], divergence)
+    divergence = experience.divergence(learner.rounding)
     return experience.with_scores(seq_final_reward=experience.scores["seq_reward"] - kl_coef * divergence)
 
 

@@ -199,9 +199,11 @@ def with_divergence(acc, divergence, lengths):
 def test_divergences_that_differ_by_rounding_do_not_differ():
     """Spreads in nats, of groups whose longest response has 10 tokens: up to 1e-4 is rounding in float32."""
     acc = [[0, 0], [0, 0], [0, 1], [0, 0], [1, 1]]
-    divergence = [[0, 0.9e-4], [0, 1.1e-4], [0, 1e-7], [5.0, 5.00005], [-1e-4, 1e-4]]
+    divergence = [[0, 0.9e-4], [0, 1.1e-4], [0, 1e-7], [5.0, 5.00005], [-1e-4, 0.9e-4]]
     groups = with_divergence(acc, divergence, [[4, 10]] * 5)
     assert groups.differs_by_rounding(ROUNDING).tolist() == [True, False, False, True, False]
+    counted = [[0, 0], [0, 1.1e-4], [0, 0], [5.0, 5.0], [-1e-4, 0]]  # of four tokens, up to 4e-5
+    np.testing.assert_allclose(groups.divergence(ROUNDING), counted, rtol=1e-6, err_msg="0 alone equals 0")
     one = with_divergence([[0], [1]], [[0.0], [1.0]], 10)
     assert not one.differs_by_rounding(ROUNDING).any(), "a group of one has nothing to differ from"
 
