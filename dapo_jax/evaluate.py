@@ -145,7 +145,9 @@ def open_policy(config: Config) -> Iterator[_Measuring]:
         open_sampler(config, arch, tokenizer, mesh, nullcontext) as sampler,
     ):
         held_out = build_held_out(config, problems, sampler, rewards, nullcontext)
-        yield _Measuring(held_out, decode_weights, load, describe(config, arch, problems, mesh, "xla"))
+        model, devices, *_ = describe(config, arch, problems, mesh, "xla")
+        data = f"{sum(len(task.prompts) for task in problems.task_sets)} problems to evaluate on"
+        yield _Measuring(held_out, decode_weights, load, f"{model}; {devices}; {data}")
 
 
 def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trained]:

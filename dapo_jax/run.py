@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
+from tqdm import tqdm
 
 from dapo_jax.algorithms.kl import ROUNDING, ROUNDING_BF16
 from dapo_jax.base_models import load_base, load_critic, load_reference, policy_identity, read_policy
@@ -38,6 +39,7 @@ from dapo_jax.models.identity import identity
 from dapo_jax.models.weights import build_freeze, count_params
 from dapo_jax.monitor.bars import shows_progress
 from dapo_jax.monitor.console import Console
+from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import Stage, StageTimers
@@ -61,6 +63,7 @@ from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.settings import (
     actor_settings,
     algorithm_settings,
+    chosen_attention,
     compute_dtype,
     critic_settings,
     engine_settings,
@@ -122,6 +125,11 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
         # The rewards first: they may refuse the run, and the monitor's bar would stay on the screen.
         rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, stage, check, own))
         monitor = stack.enter_context(open_monitor(config, initial_step=initial_step))
+        attention, _ = chosen_attention(config, arch, mesh)
+        for line in describe(config, arch, problems, mesh, attention):
+            logger.info("%s", line)
+            monitor.console.note(line)
+        monitor.console.stage("load")
         sampler = stack.enter_context(open_sampler(config, arch, tokenizer, rollout_mesh, monitor.stage, check))
         yield Run(
             config=config,
@@ -153,7 +161,7 @@ def open_monitor(config: Config, *, initial_step: int) -> Iterator[Monitor]:
     profiles = StepProfiles(Path(config.workdir) / "profile", config.trainer.profile_steps)
     with ExitStack() as stack:
         stack.callback(console.close)
-        if console.has_bar:
+        if console.shows_stages:
             stack.enter_context(compilation_shown(console.compiling))
         stack.callback(profiles.end)
         yield Monitor(console, StageTimers(), profiles)
@@ -312,12 +320,18 @@ def report_devices(config: Config, arch: Architecture, mesh: Mesh, *, training: 
         logger.warning("%s", warning)
 
 
-def describe(config: Config, arch: Architecture, problems: Problems, mesh: Mesh, attention: str) -> str:
-    """One line: the model, its size, the devices and the data."""
-    shape = "x".join(str(size) for size in mesh.devices.shape)
+def describe(config: Config, arch: Architecture, problems: Problems, mesh: Mesh, attention: str) -> list[str]:
+    """Four lines: the model and its size; the devices; the data and a step's sizes; where the records are."""
+    adapters = f", adapters of rank {config.model.lora.rank}" * bool(config.model.lora.rank)
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     measured = sum(len(task.prompts) for task in problems.task_sets)
-    return (
-        f"{config.model.path} ({arch.family}, {count_params(arch) / 1e6:.1f}M parameters, "
-        f"{compute_dtype(config.model, mesh).name}, {attention} attention) on {mesh.size} {platform(mesh)} device(s), "
-        f"mesh {shape}; {len(problems.train_set)} problems to train on, {measured} to evaluate on"
-    )
+    data, apart = config.data, "; others sample" * bool(config.trainer.rollout_ahead)
+    return [
+        f"model: {config.model.path} ({arch.family}, {tqdm.format_sizeof(count_params(arch))} parameters{adapters})",
+        f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {axes}, "
+        f"{compute_dtype(config.model, mesh).name}, {attention} attention{apart}",
+        f"data: {len(problems.train_set)} problems to train on, {measured} to evaluate on; a step "
+        f"trains on {data.train_batch_size} x {config.rollout.n} responses of up to {data.max_response_length} tokens, "
+        f"{mini_batch_size(config, 'actor')} x {config.rollout.n} per update",
+        f"workdir: {config.workdir}; log: {config.workdir}/{LOG}",
+    ]

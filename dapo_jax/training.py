@@ -43,10 +43,10 @@ from dapo_jax.problems import TaskSet
 from dapo_jax.progress import Progress, begun, goodput, with_quality
 from dapo_jax.reports import options, results, summary
 from dapo_jax.rewards.verifiers import NO_OWN
-from dapo_jax.run import Own, Run, check_processes, describe, open_run
+from dapo_jax.run import Own, Run, check_processes, open_run
 from dapo_jax.run_id import RUN_ID, find_run_id, write_run_id
 from dapo_jax.sample_texts import held_out_texts
-from dapo_jax.settings import chosen_attention, learning_rate_plan, warn_of_warm_up
+from dapo_jax.settings import learning_rate_plan, warn_of_warm_up
 from dapo_jax.state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.step import sample_batch, train_step
 from dapo_jax.step_metrics import utilisation
@@ -98,9 +98,6 @@ def _train(config: Config, workdir: Workdir, own: Own) -> Models:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 progress = begun(state.progress, run_id.id, run_id.workdir, start=start)
                 state = dataclasses.replace(state, progress=progress)
-                mesh = run.learner.mesh
-                attention, _ = chosen_attention(run.config, run.arch, mesh)
-                logger.info("%s", describe(run.config, run.arch, run.problems, mesh, attention))
                 warn_of_warm_up(run.config)
                 if plan := learning_rate_plan(run.config, done=state.progress.step):
                     logger.info("%s", plan)
@@ -117,7 +114,7 @@ def _train(config: Config, workdir: Workdir, own: Own) -> Models:
                     if is_first():
                         seconds = run.monitor.timers.totals
                         table = summary(run.config, run.problems.task_sets, state.progress, seconds, saved)
-                        run.monitor.console.final_table(table)
+                        run.monitor.console.final_table(table, report=config.workdir)
         except Stopped as reason:
             logger.warning("%s", reason)
             raise

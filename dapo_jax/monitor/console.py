@@ -1,6 +1,8 @@
 """Host: what a person or a program sees of a run: a progress bar, one line per step, a final table."""
 
+import shlex
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from tqdm import tqdm
@@ -17,12 +19,8 @@ Value = float | str | Mapping[str, float] | None
 _COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
     "acc": ("acc {}", [("rollout/acc/mean", 5, 3)]),
     "kept": (
-        "kept {}/{} in {}",
-        [
-            ("train/num_kept_prompts", 4, 0),
-            ("dynamic_sampling/num_evaluated_prompts", 4, 0),
-            ("train/num_gen_batches", 3, 0),
-        ],
+        "kept {} of {}",
+        [("train/num_kept_prompts", 4, 0), ("dynamic_sampling/num_evaluated_prompts", 4, 0)],
     ),
     "len": ("len {}", [("response_length/mean", 5, 1)]),
     "entropy": ("entropy {}", [("actor/entropy", 5, 3)]),
@@ -30,9 +28,9 @@ _COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
     "clip": ("clip {}", [("actor/pg_clipfrac", 5, 3)]),
     "time": ("{}s", [("timing_s/step", 5, 1)]),
     "speed": ("{} tok/s", [("perf/throughput", 5, 0)]),
-    "loss": ("loss {}", [("actor/pg_loss", 6, 4)]),
 }
 _STAGES = {  # timer name -> what the bar says
+    "load": "loading the model",
     "gen": "sampling",
     "reward": "verifying",
     "shape": "shaping rewards",
@@ -50,6 +48,8 @@ _STAGES = {  # timer name -> what the bar says
     "write": "writing records",
     "save_checkpoint": "saving a checkpoint",
 }
+_OF_SAMPLING = ("gen", "reward", "shape", "filter")  # stages that take turns until a step has its groups
+LONG_S = 30.0  # after which a stage has a line of its own; the next ones come after twice, four times, ... as long
 _TOKENS = {  # stage -> metric that counts the tokens it processes
     "gen": "dynamic_sampling/generated_tokens",
     **dict.fromkeys(
@@ -86,10 +86,13 @@ class Console:
         self._columns = _columns_that_fit(len(self._step(0)), [name for name in _COLUMNS if name not in constant])
         self._enabled = enabled
         self._mode = mode
+        self.shows_stages = enabled and mode in ("steps", "detailed")
         self._speeds: dict[str, str] = {}
         self._stage = self._detail = self._compiling = ""  # shown after the bar
+        self._work = ""  # a stage, or all those of sampling together
+        self._timer = threading.Timer(0, lambda: None)
         self._bar = person_bar(
-            shown=enabled and mode in ("steps", "detailed"),
+            shown=self.shows_stages,
             total=total_steps,
             initial=initial_step,
             desc="train",
@@ -100,6 +103,9 @@ class Console:
     def stage(self, name: str) -> None:
         """Shows the current stage of the step, with its speed in the previous step."""
         self._stage = f"{_STAGES.get(name, name)} {self._speeds.get(name, '')}".rstrip()
+        before, self._work = self._work, _STAGES["gen" if name in _OF_SAMPLING else name]
+        if self._work != before:
+            self._watch(LONG_S)
         self._refresh()
 
     def note(self, text: str) -> None:
@@ -117,38 +123,56 @@ class Console:
         self._compiling = text
         self._refresh()
 
+    def _watch(self, seconds: float) -> None:
+        """Where no bar shows the work, a line says what is being done if it takes `seconds` more."""
+        self._timer.cancel()
+        if self._work and self.shows_stages and not self.has_bar:
+            self._timer = threading.Timer(seconds, self._say_what_lasts, (seconds,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _say_what_lasts(self, seconds: float) -> None:
+        rounds = self._detail if self._work == _STAGES["gen"] else ""
+        what = ", ".join(filter(None, (rounds, self._compiling)))
+        self._print(f"{self._work}{what and f': {what}'} ({2 * seconds - LONG_S:.0f} s)")
+        self._watch(2 * seconds)
+
     def _refresh(self) -> None:
         self._bar.set_postfix_str("; ".join(filter(None, (self._stage, self._detail, self._compiling))))
 
-    def step_line(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step_line(self, step: int, metrics: Mapping[str, float], *, trained: bool = True) -> None:
         """Prints the main numbers of a step on one line, '-' for a missing one, and moves the bar to the step.
 
-        Evaluations get lines of their own. No line is longer than WIDTH.
+        Evaluations get lines of their own; if not `trained`, there are no others. No line is longer than WIDTH.
         """
         self._speeds |= _speeds(metrics)
-        self._stage = self._detail = ""
+        self._stage = self._detail = self._work = ""
+        self._watch(LONG_S)
         self._bar.set_postfix_str(self._compiling, refresh=False)
         self._bar.update(step - self._bar.n)
         if self._mode == "json":
             self._print(to_json_line({"step": step, **metrics}).rstrip("\n"))
         elif self._mode != "quiet":
             cells = [_cell(name, metrics) for name in self._columns]
-            if step:  # step 0 has trained on nothing
+            if step and trained:  # step 0 has trained on nothing
                 self._print("  ".join([self._step(step), *cells]))
             for line in _evaluation_lines(metrics, WIDTH - len(self._step(0)) - 2):
                 self._print(f"{self._step(step)}  {line}")
 
-    def final_table(self, rows: Sequence[tuple[str, Value]]) -> None:
-        """Prints (name, value) rows as two aligned columns, or as one JSON object."""
+    def final_table(self, rows: Sequence[tuple[str, Value]], *, report: str = "") -> None:
+        """Prints (name, value) rows as two aligned columns, then how to see the `report` on a workdir, or as JSON."""
         if self._mode == "json":
             self._print(to_json_line({"summary": dict(rows)}).rstrip("\n"))
             return
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
             self._print(f"{name:<{width}}  {_format_value(value)}")
+        if report and self._mode != "quiet":
+            self._print(f"done: dapo-jax report {shlex.quote(report)}")
 
     def close(self) -> None:
         """Ends the progress bar; lines can still be printed."""
+        self._timer.cancel()
         self._bar.close()
 
     @property
@@ -250,9 +274,9 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def _format_value(value: Value) -> str:
-    """Counts with thousands separators, measures with three decimals, the parts of a mapping rounded."""
+    """Counts with thousands separators, measures with three decimals, the stages of a mapping without zeros."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {part:.0f}" for name, part in value.items())
+        return ", ".join(f"{_STAGES.get(name, name)} {part:.0f}" for name, part in value.items() if part >= 0.5) or "-"
     if isinstance(value, str):
         return value
     return _number(value, "," if isinstance(value, int) else ".3f")

@@ -41,7 +41,7 @@ def compilation_shown(show: Callable[[str], None]) -> Iterator[None]:
             compiled += 1
         else:
             return
-        show(f"compiling program {compiled + 1}" if under_way else "")
+        show(f"compiling, {compiled} programs so far" if under_way else "")
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -14,7 +14,7 @@ from dapo_jax.report.numbers import (
     total,
     values,
 )
-from dapo_jax.report.read import RunFiles
+from dapo_jax.report.read import SOLVED, RunFiles
 from dapo_jax.report.words import ALARMS, ESTIMATORS, STAGES
 
 
@@ -23,6 +23,8 @@ def progress(run: RunFiles) -> str:
     done, planned = _steps(run)
     if done and done == planned:
         return f"Complete: {steps(run)} steps."
+    if run.error.startswith(SOLVED):
+        return f"{steps(run)} steps are done, and the run has ended: {run.error}."
     if run.error:
         reason = run.error.removeprefix("the run ends: ")
         return f"{steps(run)} steps are done. The run ended with an error at {run.last_line}: {reason}"

@@ -13,7 +13,8 @@ from dapo_jax.monitor.recipe import Recipe, recorded_recipe
 from dapo_jax.monitor.records import METRICS, flatten, read_metrics, recorded_config, sample_files
 
 _LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
-_DESCRIPTION = re.compile(r" problems to train on, \d+ to evaluate on$")
+_DESCRIPTION = re.compile(r"(devices|data): | problems to train on, \d+ to evaluate on$")  # the latter as it once was
+SOLVED = "the data is solved: "
 _IN_REPORT = re.compile(r"alarm at step \d+: ")  # messages that the report shows elsewhere
 _ERRORS = ("ERROR", "CRITICAL")
 _LOUD = ("WARNING", *_ERRORS)
@@ -32,9 +33,9 @@ class RunFiles:
     environment: dict[str, Any]
     rows: list[Row]  # of metrics.jsonl; step 0 is the evaluation before training
     samples: dict[int, Path]  # step -> its file
-    description: str  # the log's line on model, devices and problems
+    description: str  # the log's lines on model, devices and problems
     last_line: str  # time of the log's last message
-    error: str  # the log's last message, if it is an error
+    error: str  # the log's last message, if it is an error or says that the data is solved
     warnings: list[tuple[str, int]]  # last message of its kind in the log, how many of that kind
 
     @property
@@ -109,9 +110,11 @@ def _read_log(path: Path) -> tuple[str, str, str, list[tuple[str, int]]]:
             if not (match := _LINE.match(line.rstrip("\n"))):
                 continue
             last_line, level, message = match.groups()
-            if _DESCRIPTION.search(message):
+            if message.startswith("model: "):
                 description = message
-            error = message if level in _ERRORS else ""
+            elif part := _DESCRIPTION.search(message):
+                description = f"{description}; {message}" if part[1] else message
+            error = message if level in _ERRORS or message.startswith(SOLVED) else ""
             if level in _LOUD and not _IN_REPORT.match(message):
                 kind = re.sub(r"\d+", "#", message)
                 _, count = warnings.pop(kind, ("", 0))

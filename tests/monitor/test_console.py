@@ -2,10 +2,12 @@
 
 import json
 import math
+import time
 
 import pytest
 from terminal import look_at_a_terminal
 
+from dapo_jax.monitor import console as console_module
 from dapo_jax.monitor.console import WIDTH, Console
 
 METRICS = {
@@ -33,7 +35,7 @@ def test_line_shows_the_numbers_of_the_step_and_of_every_task_set(capsys):
     others = {"eval/math/train/acc/mean@8": 0.5, name + "/std": 0.1, "eval/gsm8k/acc/best@4": 0.9}
     make_console().step_line(12, METRICS | {name: 0.5125} | others)
     assert capsys.readouterr().out == (
-        "step  12/300  acc 0.412  kept     157/384 in 3  len 812.4  entropy 0.512  grad 0.132  clip 0.001   34.1s  "
+        "step  12/300  acc 0.412  kept   157 of 384  len 812.4  entropy 0.512  grad 0.132  clip 0.001   34.1s  "
         "  812 tok/s\n"
         "step  12/300  eval gsm8k mean@4 0.512  eval math/train mean@8 0.500\n"
     )
@@ -42,10 +44,8 @@ def test_line_shows_the_numbers_of_the_step_and_of_every_task_set(capsys):
 def test_what_is_constant_leaves_the_line(capsys):
     make_console(constant=["clip", "kept"]).step_line(12, METRICS)
     assert capsys.readouterr().out == (
-        "step  12/300  acc 0.412  len 812.4  entropy 0.512  grad 0.132   34.1s    812 tok/s  loss -0.012\n"
+        "step  12/300  acc 0.412  len 812.4  entropy 0.512  grad 0.132   34.1s    812 tok/s\n"
     )
-    make_console(constant=["clip"]).step_line(12, METRICS)
-    assert "  loss -0.012" in capsys.readouterr().out
 
 
 def test_columns_are_aligned_whatever_is_absent(capsys):
@@ -53,12 +53,12 @@ def test_columns_are_aligned_whatever_is_absent(capsys):
     console.step_line(0, {"eval/gsm8k/acc/mean@4": 0.1})
     console.step_line(1, METRICS)
     console.step_line(299, {"rollout/acc/mean": 0.5})
-    console.step_line(300, METRICS | {"actor/pg_loss": float("nan"), "rollout/acc/mean": -0.5})
+    console.step_line(300, METRICS | {"actor/grad_norm": float("nan"), "rollout/acc/mean": -0.5})
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "step   0/300  eval gsm8k mean@4 0.100"
-    assert "kept         -/- in -  " in lines[1]
-    assert "loss    nan" in lines[2]
-    for label in ("acc", "kept", "len", "entropy", "grad", "loss"):
+    assert "kept       - of -  " in lines[1]
+    assert "grad   nan" in lines[2]
+    for label in ("acc", "kept", "len", "entropy", "grad"):
         assert len({line.index(f"  {label} ") for line in lines}) == 1, label
 
 
@@ -91,13 +91,16 @@ def test_the_final_table_is_aligned_and_formats_counts_measures_and_parts(capsys
     console = make_console()
     console.final_table([])
     parts = {"gen": 3.4, "adv": 0.1}
-    console.final_table([("steps", "300"), ("tokens", 1234567), ("accuracy", 0.25), ("best", None), ("s", parts)])
+    console.final_table(
+        [("steps", "300"), ("tokens", 1234567), ("accuracy", 0.25), ("best", None), ("s", parts)], report="a b"
+    )
     assert capsys.readouterr().out.splitlines() == [
         "steps     300",
         "tokens    1,234,567",
         "accuracy  0.250",
         "best      -",
-        "s         gen 3, adv 0",
+        "s         sampling 3",
+        "done: dapo-jax report 'a b'",
     ]
 
 
@@ -114,13 +117,33 @@ def test_without_a_terminal_there_are_lines_and_no_bar(capsys):
     assert captured.err == "" and captured.out.count("\n") == 1 and "\r" not in captured.out
 
 
+def test_without_a_terminal_a_stage_that_lasts_has_a_line_and_later_another(monkeypatch, capsys):
+    monkeypatch.setattr(console_module, "LONG_S", 0.05)
+    console = make_console()
+    console.stage("load")
+    console.step_line(0, {})
+    for name in ("gen", "reward", "gen"):  # stages of sampling are one
+        console.stage(name)
+    console.detail("round 2, 3 of 16 groups kept")
+    console.compiling("compiling, 8 programs so far")
+    found, end = "", time.monotonic() + 20
+    while found.count("sampling") < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+        found += capsys.readouterr().out
+    line = "sampling: round 2, 3 of 16 groups kept, compiling, 8 programs so far ({:.0f} s)\n"
+    assert found.replace("loading the model (0 s)\n", "") == line.format(0.05) + line.format(0.15)
+    console.close()
+    time.sleep(0.3)
+    assert capsys.readouterr().out == ""
+
+
 def test_on_a_terminal_the_bar_shows_stage_and_steps_done(monkeypatch):
     terminal, console = look_at_a_terminal(monkeypatch), make_console(10, initial_step=4)
     assert "4/10" in terminal.getvalue()
     console.stage("gen")
     console.detail("round 2, 3 of 16 groups kept")
-    console.compiling("compiling program 8")
-    assert "sampling; round 2, 3 of 16 groups kept; compiling program 8" in terminal.getvalue()
+    console.compiling("compiling, 8 programs so far")
+    assert "sampling; round 2, 3 of 16 groups kept; compiling, 8 programs so far" in terminal.getvalue()
     console.compiling("")
     console.stage("reward")
     assert "verifying; round 2, 3 of 16 groups kept]" in terminal.getvalue()
@@ -147,7 +170,7 @@ def test_the_stage_has_the_speed_of_the_step_before(monkeypatch):
 def test_a_disabled_console_is_silent_and_quiet_is_the_final_table_alone(monkeypatch, capsys, options, shown):
     terminal, console = look_at_a_terminal(monkeypatch), make_console(**options)
     show_a_step(console)
-    console.final_table([("steps", 1)])
+    console.final_table([("steps", 1)], report="runs/tiny")
     assert terminal.getvalue() == "" and capsys.readouterr().out == shown
 
 

@@ -21,6 +21,7 @@ from dapo_jax.report.words import ALARMS, CHARTS, EFFICIENCY, STAGES
 
 SECTIONS = ["In short", "What was trained", "Curves", "What the group filter did", "Where the time went", "Alarms"]
 SECTIONS += ["Samples before and after", "Options"]
+TIME = "2026-01-02 03:04:08"
 HOSTILE = "</script></pre><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7*7777 }}&lt;\"'"
 
 
@@ -210,8 +211,9 @@ def test_runs_of_one_name_are_refused(tmp_path):
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_a_run_without_a_finished_step_says_so(tmp_path, steps):
-    model = "random (llama, 0.1M parameters) on 1 cpu; 84 problems to train on, 16 to evaluate on"
-    page, _ = page_of(write_run(tmp_path, steps=steps, log=f"[2026-01-02 03:04:05] INFO: {model}\n"))
+    lines = ["model: random (llama, 25.1k parameters)", "devices: 1 x cpu", "data: 84 problems", "data.seed: 4"]
+    page, _ = page_of(write_run(tmp_path, steps=steps, log="".join(f"[{TIME}] INFO: {line}\n" for line in lines)))
+    model = "; ".join(lines[:3])
     assert "This run has finished no step." in page.text and model in page.text
     assert "0 of 4 steps are done: still running, or stopped; the last line of its log is from 2026-01" in page.text
     assert "There are no curves before two steps" in page.text and "No groups have been sampled yet." in page.text
@@ -247,6 +249,9 @@ def test_warnings_of_one_kind_are_one_line_and_an_error_at_the_end_is_how_the_ru
     assert "warning: step 8: short of groups (the last of 9 alike)" in page.text and "step 7" not in page.text
     assert "alarm at step 1" not in page.text
     assert "2 of 4 steps are done. The run ended with an error at 2026-01-02 03:04:07: out of luck" in page.text
+    solved = "the data is solved: 9 of 12 dropped groups were all right"
+    page, _ = page_of(write_run(tmp_path, steps=2, log=f"{log}[{TIME}] INFO: {solved}\n"))
+    assert f"2 of 4 steps are done, and the run has ended: {solved}." in page.text
     page, _ = page_of(write_run(tmp_path, steps=2, log=f"{log}[2026-01-02 03:05:05] INFO: again\n"))
     assert "2 of 4 steps are done: still running, or stopped; the last line of its log is from" in page.text
 
