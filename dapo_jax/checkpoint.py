@@ -18,7 +18,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from dapo_jax.errors import InputError
-from dapo_jax.integrity import check_arrays, check_stream, opened, sealed
+from dapo_jax.integrity import check_arrays, check_stream, opened, resealed, sealed
 from dapo_jax.learner.optimizer import Models, TrainState
 from dapo_jax.parallel.endings import is_jax_failure
 from dapo_jax.parallel.event_loops import whole_loops
@@ -144,7 +144,8 @@ class Checkpoints:
         Args:
             stream: NumPy arrays of any shape, nested by name: what is saved besides models and progress.
             metric: how good the policy is, to choose the best checkpoints.
-            replace: write an existing one again, if another one is left to resume from meanwhile; else only its metric.
+            replace: write an existing one again, if another one is left to resume from meanwhile; else only its metric,
+                and that the data is solved.
 
         Raises:
             RuntimeError: there is no space for it, an earlier one could not be written, or copies of an array on
@@ -156,7 +157,7 @@ class Checkpoints:
         self._held_out = progress.held_out
         if progress.step in steps and not (replace and len(steps) > 1):
             if replace:
-                self._write_metric(progress.step, measured)
+                self._rewrite(progress, measured)
             return
         record = sealed(progress, _trained(models), stream)
         self._saved_at = time.monotonic()
@@ -175,14 +176,19 @@ class Checkpoints:
                 metrics=measured,
             )
 
-    def _write_metric(self, step: int, measured: dict[str, Any]) -> None:
-        """Gives an existing checkpoint another metric."""
+    def _rewrite(self, progress: Progress, measured: dict[str, Any]) -> None:
+        """Gives an existing checkpoint another metric and, if the data is solved, this progress."""
         with self._writing():
             self._manager.wait_until_finished()
             if is_first():
-                folder = epath.Path(self._directory) / str(step) / "metrics"
-                (folder / "new").write_text(json.dumps(measured))
-                (folder / "new").replace(folder / "metrics")
+                folder = epath.Path(self._directory) / str(progress.step)
+                files = {folder / "metrics" / "metrics": measured}
+                if progress.solved:
+                    record = folder / "progress" / "metadata"
+                    files[record] = resealed(progress, json.loads(record.read_text()))
+                for file, content in files.items():
+                    (file.parent / "new").write_text(json.dumps(content))
+                    (file.parent / "new").replace(file)
             gather(None)  # the other processes read it too
             self._manager.reload()
 

@@ -24,8 +24,13 @@ def sealed(progress: Progress, models: Any, stream: Any) -> dict[str, Any]:
     Raises:
         SharedFailure: copies of an array on several devices differ.
     """
-    progress = dataclasses.replace(progress, arrays=checksums(models), stream=_of_stream(stream))
-    record = json.loads(json.dumps(dataclasses.asdict(progress)))
+    return resealed(progress, {"arrays": checksums(models), "stream": _of_stream(stream)})
+
+
+def resealed(progress: Progress, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of `progress`, with the checksums of the arrays that another `record` has."""
+    arrays = {name: record[name] for name in ("arrays", "stream") if name in record}
+    record = json.loads(json.dumps(dataclasses.asdict(progress) | arrays))
     return {**record, _RECORD: _of_record(record)}
 
 

@@ -1,6 +1,7 @@
 """Host: where a run is, besides its parameters."""
 
 import dataclasses
+import hashlib
 import logging
 import math
 import time
@@ -54,6 +55,8 @@ class Progress:
     saved_at: float = 0.0  # Unix time of this checkpoint
     step_seconds: float = 0.0  # that the steps took which are done
     lost_seconds: float = 0.0  # from a checkpoint until a start has resumed from it, over all restarts
+    solved: str = ""  # why the run has ended before its last step: its data is solved
+    solved_with: str = ""  # the options of which that is true
     unrecorded: dict[str, Any] | None = None  # metrics and samples of the step until they are recorded
 
 
@@ -141,8 +144,29 @@ def advance(
         nonfinite_in_a_row=0 if is_finite(metrics) else progress.nonfinite_in_a_row + 1,
         alarms=memory,
         quality=None,
+        solved="",
     )
     return progress, further | alarms
+
+
+def solved(config: Config, progress: Progress, counts: Mapping[str, float]) -> Progress:
+    """`progress` of a run that ends because its data is solved; counts of the step that could not be filled."""
+    names = (f"dynamic_sampling/filtered_{kind}" for kind in ("all_correct", "all_wrong", "other"))
+    right, *others = (int(counts[name]) for name in names)
+    text = f"the data is solved: {right} of {right + sum(others)} dropped groups were all right"
+    text += " before the first step: see whether the reward is too easy" * (not progress.step)
+    return dataclasses.replace(progress, solved=text, solved_with=solved_with(config))
+
+
+def is_solved(config: Config, progress: Progress) -> bool:
+    """Whether the run has ended, and would end again with these options."""
+    return bool(progress.solved) and progress.solved_with == solved_with(config)
+
+
+def solved_with(config: Config) -> str:
+    """A checksum of the options on which it depends whether there is more to learn."""
+    options = config.data, config.rollout, config.reward, config.algorithm, config.trainer.total_training_steps
+    return hashlib.sha256(repr((config.seed, *options)).encode()).hexdigest()[:16]
 
 
 def best_of(config: Config) -> str:

@@ -48,8 +48,11 @@ def summary(
     logdir = workdir if workdir.parent == Path(".") else workdir.parent  # there a run has the name of its directory
     lost = progress.best is not None and progress.best_step not in (0, *saved)
     reason = f"none: step {progress.best_step} was not saved or not kept (trainer.save_freq, trainer.keep_best_ckpt)"
+    harder = f"harder data in a new workdir with trainer.resume_from_path={config.workdir}, or other options here"
+    solved = [("end", progress.solved), ("to go on", harder)] if progress.solved else []
     tensorboard = [("TensorBoard", f"tensorboard --logdir {logdir}")]
     return [
+        *solved,
         ("held-out accuracy before", accuracies.get(0)),
         ("held-out accuracy after", accuracies[evaluated[-1]] if evaluated else None),
         ("best", progress.best),

@@ -186,7 +186,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         if not own:
             source.close()
     if not own:
-        progress = dataclasses.replace(progress, log_bytes=0)  # of this run's log
+        progress = dataclasses.replace(progress, log_bytes=0, solved="")  # of this run
     progress = resumed_coefficient(run.config, progress)
     if progress.best_of not in ("", best_of(run.config)):
         progress = without_best(progress)

@@ -182,7 +182,8 @@ def train_step(
         run, state.models, sampled.experience, progress, step, lowest=stream.lowest, keep_batch=records.write_batch
     )
     if weights is not None:  # other devices sample while these train
-        ahead, stream = sample_batch(run, weights, stream, progress, step + 1)
+        ahead, later = sample_batch(run, weights, stream, progress, step + 1)
+        ahead, stream = (None, stream) if ahead.solved else (ahead, later)  # then the newer policy is asked once more
     found, histograms = finish()
     progress, further = advance(config, progress, sampled, sampled.metrics | found)
     seconds, mesh = time.perf_counter() - start, run.learner.mesh

@@ -17,6 +17,7 @@ from dapo_jax.data.work import efficiencies
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import curriculum_metrics
 from dapo_jax.dynamic_sampling.rounds import filtered_counts
+from dapo_jax.dynamic_sampling.too_few import SOLVED
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.monitor import statistics
@@ -40,6 +41,7 @@ def collect(accepted: Accepted, data: DataConfig, order: PromptOrder) -> Collect
         metrics,
         num_kept=sum(int(round_.keep.sum()) for round_ in accepted.rounds),
         num_evaluated=sum(len(round_.keep) for round_ in accepted.rounds),
+        solved=accepted.outcome == SOLVED,
     )
 
 

@@ -21,6 +21,7 @@ from dapo_jax.command.help import about, options_help
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir, in_folder
 from dapo_jax.config.sections import Config
+from dapo_jax.data.collected import Collected
 from dapo_jax.data.experience import Experience
 from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import say
@@ -37,10 +38,10 @@ from dapo_jax.monitor.trackers import is_own, own_tracker
 from dapo_jax.monitor.weights_and_biases import check_installed
 from dapo_jax.monitor.workdir import Workdir, open_workdir
 from dapo_jax.other_runs import pinned
-from dapo_jax.parallel.processes import SharedFailure, gather, is_first
+from dapo_jax.parallel.processes import LastingFailure, SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.problems import TaskSet
-from dapo_jax.progress import Progress, begun, goodput, with_quality
+from dapo_jax.progress import Progress, begun, goodput, is_solved, solved, with_quality
 from dapo_jax.reports import options, results, summary
 from dapo_jax.rewards.verifiers import NO_OWN
 from dapo_jax.run import Own, Run, check_processes, open_run
@@ -52,6 +53,7 @@ from dapo_jax.step import sample_batch, train_step
 from dapo_jax.step_metrics import utilisation
 
 logger = logging.getLogger("dapo_jax.train")  # the command's
+RERUN = "rerun the same command"
 
 
 def train(config: Config, *, own: Own = NO_OWN) -> Models:
@@ -111,6 +113,8 @@ def _train(config: Config, workdir: Workdir, own: Own) -> Models:
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.monitor.console.close()
                     saved = checkpoints.steps()
+                    if state.progress.solved:
+                        logger.info("%s", state.progress.solved)
                     if is_first():
                         seconds = run.monitor.timers.totals
                         table = summary(run.config, run.problems.task_sets, state.progress, seconds, saved)
@@ -166,7 +170,7 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
                     state = conclude_step(run, checkpoints, records, state)
                     if trained:  # only for steps that this process trained
                         check_finite(run.config, state.progress)
-                if state.progress.step == trainer.total_training_steps:
+                if state.progress.step == trainer.total_training_steps or is_solved(run.config, state.progress):
                     return state
                 run.monitor.profiles.begin(state.progress.step + 1)
                 start = time.perf_counter()
@@ -174,6 +178,8 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
                 if sampled is None:
                     weights = run.learner.decode_weights(state.models.actor.params)
                     sampled, stream = sample_batch(run, weights, stream, state.progress, state.progress.step + 1)
+                if sampled.solved:
+                    return end_solved(run, checkpoints, records, state, sampled)
                 sampled.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
                 stop.check(agree=True)
                 if not trainer.rollout_ahead:
@@ -184,7 +190,8 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
             raise Stopped(f"{reason} {save_before_end(run, checkpoints, state)}") from reason
         except Exception as error:
             if jax.process_count() == 1 or isinstance(error, SharedFailure):  # saving takes all processes
-                logger.error("the run ends %s", save_before_end(run, checkpoints, state))
+                rerun = "change what is named below, then rerun" if isinstance(error, LastingFailure) else RERUN
+                logger.error("the run ends %s", save_before_end(run, checkpoints, state, rerun))
             raise
         trained = True
         run.monitor.profiles.end()
@@ -199,13 +206,8 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
     metrics, samples = dict(row["metrics"]), list(row["samples"])
     evaluated = step == 0 or is_due(step, trainer.test_freq, total)
     if evaluated:
-        measured, texts = measure(run, state)
+        measured, texts, progress = measure(run, state)
         metrics, samples = metrics | measured, samples + texts
-        found, memory = raise_evaluation_alarms(
-            mean_accuracy(metrics), progress.alarms, run.config.monitor.alarms, step
-        )
-        metrics |= found
-        progress = dataclasses.replace(progress, alarms=memory)
     quality = metrics.get(trainer.best_metric) if trainer.best_metric else mean_accuracy(metrics)
     if quality is None and trainer.best_metric and evaluated:
         known = ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*"
@@ -224,43 +226,69 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
     return state
 
 
-def measure(run: Run, state: RunState) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The metrics of the held-out problems, and some responses to them."""
+def end_solved(run: Run, checkpoints: Checkpoints, records: RunRecords, state: RunState, last: Collected) -> RunState:
+    """Evaluates, unless that was done, and saves a run that ends before its last step because its data is solved.
+
+    Args:
+        last: of the step that could not be filled.
+    """
+    trainer, progress, step = run.config.trainer, state.progress, state.progress.step
+    if not (is_due(step, trainer.test_freq, -1) if step else trainer.val_before_train):
+        measured, texts, progress = measure(run, state)
+        quality = measured.get(trainer.best_metric) if trainer.best_metric else mean_accuracy(measured)
+        if quality is not None:
+            progress = with_quality(run.config, progress, quality)
+        if measured:
+            records.amend(step, measured, texts)
+            run.monitor.console.step_line(step, measured, trained=False)
+    state = dataclasses.replace(state, progress=solved(run.config, progress, last.metrics))
+    save_state(run, checkpoints, state, replace=True)
+    return state
+
+
+def measure(run: Run, state: RunState) -> tuple[dict[str, float], list[dict[str, Any]], Progress]:
+    """The metrics of the held-out problems with their alarm, some responses to them, and the progress afterwards."""
     texts: list[dict[str, Any]] = []
 
     def keep(task_set: TaskSet, experience: Experience) -> None:
         wanted = run.config.monitor.num_samples
         texts.extend(held_out_texts(experience, task_set, run.sampler.tokenizer, wanted=wanted))
 
-    return evaluate(run.held_out, run.learner.decode_weights, state.models.actor.params, receive=keep), texts
+    progress = state.progress
+    metrics = evaluate(run.held_out, run.learner.decode_weights, state.models.actor.params, receive=keep)
+    found, memory = raise_evaluation_alarms(
+        mean_accuracy(metrics), progress.alarms, run.config.monitor.alarms, progress.step
+    )
+    return metrics | found, texts, dataclasses.replace(progress, alarms=memory)
 
 
 def check_finite(config: Config, progress: Progress) -> None:
     """Raises RuntimeError after trainer.max_nonfinite_steps steps in a row whose loss or gradient was not finite."""
     steps, most = progress.nonfinite_in_a_row, config.trainer.max_nonfinite_steps
     if steps >= most:
-        raise SharedFailure(
+        raise LastingFailure(
             f"the loss or the gradient was not finite in {steps} steps in a row, up to step {progress.step} "
             f"(trainer.max_nonfinite_steps={most}); their updates were skipped, and their batches are in "
-            f"{Path(config.workdir) / 'nonfinite'}: lower actor.optim.lr, inspect the batches, or rerun the same "
-            "command to continue"
+            f"{Path(config.workdir) / 'nonfinite'}: inspect them, change one of these, then rerun: lower "
+            "actor.optim.lr, set model.dtype=float32, or raise trainer.max_nonfinite_steps to go on with other batches"
         )
 
 
-def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> str:
+def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState, rerun: str = RERUN) -> str:
     """Saves the state of a run that ends early, and says what is lost and where the run will resume.
 
-    During an update the state before it no longer exists, so only the newest checkpoint remains.
+    During an update the state before it no longer exists, so only the newest checkpoint remains. `rerun` says what the
+    user is to do.
     """
     step = state.progress.step
     if state.is_whole():
         if step:
             save_state(run, checkpoints, state)
-        return f"after step {step}; rerun the same command to resume from there"
+        return f"after step {step}; {rerun} to resume from there"
     saved = checkpoints.latest_step() or 0
     lost = f"step {step + 1} is" if saved == step else f"steps {saved + 1} to {step + 1} are"
     return (
-        f"in the update of step {step + 1}: {lost} lost; rerun the same command to resume "
+        f"in the update of step {step + 1}: {lost} lost; {rerun} to resume "
         f"{f'after step {saved}' if saved else 'from the beginning'}"
     )
 

@@ -43,10 +43,10 @@ StartRound = Callable[[Sequence[int]], Callable[[], Round]]
 class Accepted:
     """What a training step trains on, and what finding it took."""
 
-    experience: Experience | None  # the groups; None if the step is skipped
+    experience: Experience | None  # the groups; None if the step is skipped, or the data solved
     rounds: list[Verdicts]  # all groups evaluated in this step, by round or wave
     limit: float  # rounds allowed in the end
-    outcome: str  # full | partial | fallback | unfiltered | skipped
+    outcome: str  # full | partial | fallback | unfiltered | skipped | solved
     target: int
     carried_in: int  # groups
     num_stale: int  # carried groups that were too old

@@ -11,11 +11,12 @@ from dapo_jax.data.experience import Experience, comparable, describe_failures, 
 from dapo_jax.dynamic_sampling.rounds import Verdicts, filtered_counts
 from dapo_jax.dynamic_sampling.schedule import fixed_limit
 from dapo_jax.monitor.filter_log import UNIFORM, rule_words
-from dapo_jax.parallel.processes import SharedFailure
+from dapo_jax.parallel.processes import LastingFailure
 
 logger = logging.getLogger(__name__)
 
 FILTER = "algorithm.filter_groups"
+SOLVED = "solved"  # the outcome of a step that has nothing left to learn from
 
 
 @dataclass(frozen=True)
@@ -38,32 +39,40 @@ def uses_dropped(options: FilterGroupsConfig) -> bool:
 
 
 def groups_despite(shortage: Shortage, options: FilterGroupsConfig) -> tuple[Experience | None, str]:
-    """The groups that the step trains on all the same (None: it is skipped), and the name of this outcome.
+    """The groups that the step trains on all the same (None: there are none), and the name of this outcome.
+
+    If the policy is error and the data `is_solved`, the outcome is SOLVED.
 
     Raises:
-        RuntimeError: the policy is error.
+        RuntimeError: the policy is error, and the data is not solved.
     """
     step, target, kept, dropped = shortage.step, shortage.target, shortage.kept, shortage.dropped
     policy = options.on_exhausted if shortage.exhausted else options.on_limit
-    if policy == "error":
-        raise SharedFailure(_message(shortage, options))
     if policy == "fallback_unfiltered":
         unfiltered = min(target - len(kept or ()), len(dropped or ()))
         filled = join([kept, dropped.select(np.arange(unfiltered)) if dropped else None])
         if filled is not None:
             logger.warning("step %d: %d of %d groups are unfiltered", step, unfiltered, len(filled))
             return filled.select(np.argsort(filled.numbers, kind="stable")), "fallback"
-    elif kept is not None:
+    elif policy != "error" and kept is not None:
         reason = "the epoch has ended" if shortage.exhausted else "the limit of rounds is reached"
         logger.warning("step %d: training on %d of %d groups (%s)", step, len(kept), target, reason)
         return kept, "partial"
-    if options.on_empty == "error":
-        raise SharedFailure(_message(shortage, options))
+    if "error" in (policy, options.on_empty):
+        if is_solved(shortage.rounds):
+            return None, SOLVED
+        raise LastingFailure(_message(shortage, options))
     if options.on_empty == "train_unfiltered" and dropped is not None:
         logger.warning("step %d: no group was kept, training on unfiltered ones", step)
         return dropped, "unfiltered"
     logger.warning("step %d: no group was kept, the step trains on nothing", step)
     return None, "skipped"
+
+
+def is_solved(rounds: Sequence[Verdicts]) -> bool:
+    """Whether more than half of the groups that the filter dropped are all right, and more than it kept."""
+    counts, kept = filtered_counts(rounds), sum(int(round_.keep.sum()) for round_ in rounds)
+    return counts["all_correct"] > max(sum(counts.values()) / 2, kept)
 
 
 def _message(shortage: Shortage, options: FilterGroupsConfig) -> str:
@@ -89,6 +98,6 @@ def _message(shortage: Shortage, options: FilterGroupsConfig) -> str:
         f"only {len(shortage.kept or ())} of data.train_batch_size={shortage.target} groups kept {reason}: of "
         f"{evaluated} groups {counts['all_correct']} were all right, {counts['all_wrong']} all wrong, "
         f"{counts['other'] - unknown} {other}{failed and f' ({failed})'}. "
-        f"Three ways out: {first}, lower data.train_batch_size, or set {last}; or "
+        f"Change one of these, then rerun: {first}, lower data.train_batch_size, or set {last}; or "
         "change the difficulty of the data (or raise rollout.n), so that more groups hold both right and wrong answers"
     )

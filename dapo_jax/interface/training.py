@@ -62,7 +62,8 @@ def train(config: AnyConfig, reward: Reward | None = None) -> TrainResult:
         result = dx.train(dx.load_config("tiny", {"workdir": "runs/mine"}))
         result.records[-1]["rollout/acc/mean"]
 
-    An interrupt (Ctrl-C, or a notebook's stop button) saves a checkpoint and returns.
+    An interrupt (Ctrl-C, or a notebook's stop button) saves a checkpoint and returns. A run whose data is solved ends
+    before its last step (docs/dynamic_sampling.md).
 
     Args:
         config: in any form that `load_config` or `default_config` gives, or a recipe's name.

@@ -118,6 +118,24 @@ class RunRecords:
         for tracker in self._trackers:
             tracker.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
 
+    def amend(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Adds metrics, and responses of another kind, to those of the last step. A second call changes nothing."""
+        if not self._enabled:
+            return
+        folder, path = self._samples.parent, sample_files(self._samples.parent).get(step)
+        rows = {row["step"]: row for row in read_metrics(folder)}
+        rows[step] = {"step": step} | rows.get(step, {}) | dict(metrics)
+        self._metrics.close()
+        _write_atomically(folder / METRICS, "".join(map(to_json_line, rows.values())))
+        self._metrics = open(folder / METRICS, "a", encoding="utf-8")
+        known = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path else []
+        kinds = {sample["kind"] for sample in known}
+        self.write_samples(step, known + [sample for sample in samples if sample["kind"] not in kinds])
+        self._upload(METRICS)
+        self._last_step = step
+        for tracker in self._trackers:
+            tracker.add_scalars(step, {name: value for name, value in metrics.items() if math.isfinite(value)})
+
     def write_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
         """Sends histograms, made by monitor/tensorboard.py, to the trackers."""
         for tracker in self._trackers:

@@ -40,6 +40,10 @@ class SharedFailure(RuntimeError):
     """A failure that all processes of a run raise at the same point, so that they can act on it together."""
 
 
+class LastingFailure(SharedFailure):
+    """A failure that the same command would meet again: its message says what to change first."""
+
+
 @contextmanager
 def joined_processes(
     *, coordinator: str, num_processes: int, process_id: int, heartbeat_timeout_s: int

@@ -34,9 +34,9 @@ def experience(numbers, acc, *, lengths=2, version=0, width=40) -> Experience:
 
 
 def round_of(numbers, keep, samples, version=0) -> Round:
-    """Kept groups are half right; of the others those of odd numbers are all right, of even ones all wrong."""
+    """Kept groups are half right; of the others those of odd numbers are all wrong, of even ones all right."""
     keep = np.asarray(keep, bool)
-    acc = np.where(keep[:, None], np.arange(samples) % 2, np.array(numbers)[:, None] % 2)
+    acc = np.where(keep[:, None], np.arange(samples) % 2, 1 - np.array(numbers)[:, None] % 2)
     groups = experience(list(numbers), acc, version=version)
     return Round(groups, keep, np.where(keep, 0.5, 0.0))
 

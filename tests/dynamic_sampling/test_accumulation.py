@@ -48,8 +48,8 @@ def test_metrics_are_over_all_evaluated_groups():
     accepted, _ = run(lambda number: number % 3 == 1, target=3)  # 1, 4 and 7 of 0 to 7
     metrics = sampling_metrics(accepted)
     assert metrics["dynamic_sampling/num_evaluated_prompts"] == 8
-    assert metrics["dynamic_sampling/filtered_all_correct"] == 2  # 3 and 5
-    assert metrics["dynamic_sampling/filtered_all_wrong"] == 3  # 0, 2 and 6
+    assert metrics["dynamic_sampling/filtered_all_correct"] == 3  # 0, 2 and 6
+    assert metrics["dynamic_sampling/filtered_all_wrong"] == 2  # 3 and 5
     assert metrics["dynamic_sampling/filtered_other"] == 0
     assert metrics["train/mean_metric_std"] == pytest.approx(0.5 * 3 / 8)
     assert metrics["dynamic_sampling/generated_tokens"] == 8 * 2 * 2
@@ -365,17 +365,17 @@ def test_a_step_without_any_group_may_be_skipped():
 
 
 MEANS = {"rule": "mean_range", "filter_low": 0.2, "filter_high": 0.8}
-EPOCH = {"first": 20, "target": 2, "limit": 0, "on_exhausted": "error"}
+EPOCH = {"first": 21, "target": 2, "limit": 0, "on_exhausted": "error"}
 
 
 @pytest.mark.parametrize(
     ("kept", "options", "text"),
     [
         (every(4), {"target": 3}, "only 2 of data.train_batch_size=3 groups kept after 2 generation rounds"),
-        (every(100), {}, "of 8 groups 4 were all right, 3 all wrong, 0 uniform otherwise"),
+        (every(100), {}, "of 8 groups 3 were all right, 4 all wrong, 0 uniform otherwise"),
         (every(100), MEANS, r"0 dropped otherwise .mean<=0.2 or mean>=0.8."),
         (every(100), {}, "raise max_num_gen_batches.*lower data.train_batch_size.*on_limit=partial"),
-        (every(100), {}, "Three ways out: .*change the difficulty of the data"),
+        (every(100), {}, "Change one of these, then rerun: .*change the difficulty of the data"),
         (none, {"limit": 3, "stream": Stream(slack=1.0, max_prompts=64)}, "of 12 groups"),
         (none, {"on_limit": "partial"}, "only 0 of.*or set algorithm.filter_groups.on_empty=skip_step"),
         (every(25), EPOCH, "at the end of the epoch: .*set on_exhausted=next_epoch"),
@@ -384,6 +384,30 @@ EPOCH = {"first": 20, "target": 2, "limit": 0, "on_exhausted": "error"}
 def test_the_error_of_too_few_groups_counts_them_and_names_the_ways_out(kept, options, text):
     with pytest.raises(RuntimeError, match=text):
         run(kept, **{"limit": 2, **options})
+
+
+@pytest.mark.parametrize("stream", [None, Stream(slack=1.0, max_prompts=4), Stream(1.0, 4, overlaps=True)])
+@pytest.mark.parametrize(
+    ("kept", "options", "outcome"),  # of prompts 0 to 7, of which the dropped ones are right in turn
+    [
+        ((1, 3), {}, "solved"),  # 4 of 6 are right
+        ((), {}, "error"),  # 4 of 8
+        ((1, 3, 5, 7), {"target": 9}, "error"),  # 4 of 4, but as many are kept
+        ((1, 3), {"on_limit": "partial"}, "partial"),
+        ((1, 3), FILL, "fallback"),
+        ((), {"first": 2, "size": 5, "limit": 1, "on_limit": "partial"}, "solved"),  # 3 of 5
+        ((), {"first": 2, "size": 5, "limit": 1, "on_limit": "partial", "on_empty": "skip_step"}, "skipped"),
+        ((43,), {"first": 42, "limit": 0, "on_exhausted": "error"}, "solved"),  # 4 of the last 7 rows
+    ],
+)
+def test_data_is_solved_if_most_dropped_groups_of_a_step_that_would_fail_are_all_right(kept, options, outcome, stream):
+    arguments = {"limit": 2, "stream": stream, **options}
+    if outcome == "error":
+        with pytest.raises(RuntimeError, match="Change one of these"):
+            run(lambda number: number in kept, **arguments)
+        return
+    accepted, _ = run(lambda number: number in kept, **arguments)
+    assert accepted.outcome == outcome and (accepted.experience is None) == (outcome in ("solved", "skipped"))
 
 
 @pytest.mark.short("skip_uniform-3", "curriculum-4")
@@ -448,5 +472,5 @@ def test_a_step_with_too_many_failed_verdicts_ends_with_the_advice_for_what_fail
 def test_too_few_groups_for_failed_verdicts_say_so():
     rounds = iter([failing(0), failing(2, failed=False)])
     source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    with pytest.raises(RuntimeError, match="failed on 4 of 8 responses, most often with KeyError.*Three ways"):
+    with pytest.raises(RuntimeError, match="failed on 4 of 8 responses, most often with KeyError.*Change one"):
         accumulate_groups(lambda numbers: lambda: next(rounds), start(), source, step=1, **options_of(size=2, limit=2))
