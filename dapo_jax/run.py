@@ -43,6 +43,7 @@ from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import Stage, StageTimers
+from dapo_jax.monitor.watchdog import Watchdog
 from dapo_jax.parallel.compilation import compilation_shown, keep_compiled
 from dapo_jax.parallel.idle_gpus import idle_gpus
 from dapo_jax.parallel.mesh import platform, with_tensor
@@ -164,7 +165,10 @@ def open_monitor(config: Config, *, initial_step: int) -> Iterator[Monitor]:
         if console.shows_stages:
             stack.enter_context(compilation_shown(console.compiling))
         stack.callback(profiles.end)
-        yield Monitor(console, StageTimers(), profiles)
+        patience = config.reward.judge.patience_s if config.reward.judge.base_url else 0.0
+        watchdog = Watchdog(config.monitor.watchdog_minutes, config.monitor.watchdog_ends, patience)
+        stack.callback(watchdog.end)
+        yield Monitor(console, StageTimers(), profiles, watchdog)
 
 
 @contextmanager

@@ -173,6 +173,7 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
                 if state.progress.step == trainer.total_training_steps or is_solved(run.config, state.progress):
                     return state
                 run.monitor.profiles.begin(state.progress.step + 1)
+                run.monitor.watchdog.begin(state.progress.step + 1)
                 start = time.perf_counter()
                 sampled, stream = state.ahead, state.stream
                 if sampled is None:
@@ -194,6 +195,7 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
                 logger.error("the run ends %s", save_before_end(run, checkpoints, state, rerun))
             raise
         trained = True
+        run.monitor.watchdog.end(done=True)
         run.monitor.profiles.end()
 
 
@@ -280,6 +282,7 @@ def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState, rerun: 
     During an update the state before it no longer exists, so only the newest checkpoint remains. `rerun` says what the
     user is to do.
     """
+    run.monitor.watchdog.end()
     step = state.progress.step
     if state.is_whole():
         if step:

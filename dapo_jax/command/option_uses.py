@@ -275,6 +275,9 @@ USES = (
     ),
     _with("trainer.rollout_devices", "trainer.rollout_ahead", 1),
     _with("trainer.stop_patience_s", "trainer.rollout_ahead", 0),
+    _use(
+        "monitor.watchdog_ends", "monitor.watchdog_minutes above 0", lambda config: config.monitor.watchdog_minutes > 0
+    ),
     _use("monitor.alarms.heldout_drop monitor.detailed_stats", MEASURED, _measures),
     _use("evaluate.n|temperature|top_p|top_k|max_prompts|batch_size|bootstrap", MEASURED, _measures),
     _use(

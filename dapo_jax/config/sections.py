@@ -531,6 +531,8 @@ class MonitorConfig:
     console: str = "steps"  # steps (a line each) | detailed (with train.log) | quiet (final table) | json
     filter_log: bool = False  # also print train.log's lines of dynamic sampling, which scripts parse, to stderr
     num_samples: NotNegative[int] = 8  # responses to keep as text: trained ones per step, held-out ones per evaluation
+    watchdog_minutes: NotNegative[float] = 30.0  # a step of 10 medians and this long logs its stacks; 0 = off
+    watchdog_ends: bool = False  # such a step also ends its process, with exit code 1
     detailed_stats: bool = False  # evaluations also log /mean, /max, /min and /std over problems of each metric
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import StageTimers
+from dapo_jax.monitor.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Monitor:
     console: Console
     timers: StageTimers
     profiles: StepProfiles
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
