@@ -185,6 +185,7 @@ def train_step(
         ahead, later = sample_batch(run, weights, stream, progress, step + 1)
         ahead, stream = (None, stream) if ahead.solved else (ahead, later)  # then the newer policy is asked once more
     found, histograms = finish()
+    found |= run.monitor.slowest_process()
     progress, further = advance(config, progress, sampled, sampled.metrics | found)
     seconds, mesh = time.perf_counter() - start, run.learner.mesh
     performance = performance_metrics(

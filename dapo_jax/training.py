@@ -234,6 +234,7 @@ def end_solved(run: Run, checkpoints: Checkpoints, records: RunRecords, state: R
     Args:
         last: of the step that could not be filled.
     """
+    run.monitor.watchdog.end()
     trainer, progress, step = run.config.trainer, state.progress, state.progress.step
     if not (is_due(step, trainer.test_freq, -1) if step else trainer.val_before_train):
         measured, texts, progress = measure(run, state)

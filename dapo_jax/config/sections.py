@@ -522,6 +522,7 @@ class AlarmConfig:
     truncation: Share = 0.5  # if more than this share of trained responses ends at max_response_length
     reward_errors: Share = 0.1  # if more than this share of samples has no verdict
     score_by_length: Share = 0.8  # if |correlation| of score and length among equally right answers is above this
+    slow_process: AboveOne = 3.0  # if a process takes this multiple of the median one's seconds for its own work
     heldout_drop: Share = 0.5  # if held-out accuracy is below this multiple of the best so far
 
 

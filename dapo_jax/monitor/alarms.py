@@ -35,6 +35,7 @@ def raise_alarms(
     - reward_errors: share of samples whose verification failed
     - reward_workers: verifier processes died
     - score_by_length: reward/length_correlation (absolute): advantages among equally right answers follow the length
+    - slow_process: the greatest time/slowest_process/*
 
     Args:
         memory: of the previous step, {} for the first: running means, and which alarms are on.
@@ -45,6 +46,7 @@ def raise_alarms(
     ppo_kl, correlation = (
         abs(metrics[name]) if name in metrics else None for name in ("actor/ppo_kl", "reward/length_correlation")
     )
+    slowest = max((value for name, value in metrics.items() if name.startswith("time/slowest_process/")), default=None)
     seen = {
         "entropy_collapse": _Seen(entropy, _times(first, settings.entropy_collapse), below=True),
         "entropy_explosion": _Seen(entropy, _times(first, settings.entropy_explosion)),
@@ -58,6 +60,7 @@ def raise_alarms(
         "reward_errors": _Seen(metrics.get("reward/error_share"), settings.reward_errors),
         "reward_workers": _Seen(metrics.get("reward/workers_replaced"), 0.0),
         "score_by_length": _Seen(correlation, settings.score_by_length),
+        "slow_process": _Seen(slowest, settings.slow_process),
     }
     if first is None and entropy is not None and math.isfinite(entropy):
         memory["first entropy"] = entropy

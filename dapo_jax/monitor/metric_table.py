@@ -246,7 +246,7 @@ training/rollout_actor_probs_pearson_corr   1            Pearson correlation of 
 [own | always]
 alarm/{entropy_collapse|entropy_explosion|kl_jump|kl_loss_jump|mismatch_growth|all_uniform}  0 or 1  1 while the step
     looks wrong (monitor/alarms.py)
-alarm/{truncation|reward_errors|reward_workers|score_by_length}  0 or 1  the same
+alarm/{truncation|reward_errors|reward_workers|score_by_length|slow_process}  0 or 1  the same
 [own | an evaluation was due, with held-out problems]
 alarm/heldout_drop  0 or 1  1 while held-out accuracy is far below the run's best
 
@@ -315,6 +315,10 @@ time/experience_pipeline/write  s  as timing_s/write; there is no experience buf
 time/experience_pipeline/total  s  sum of operators and write, without forward passes
 [own | always]
 time/lost  s  by restarts until now: each from its checkpoint, with the steps that it repeats, until the run continues
+[own | not in the first step after a start | several processes]
+time/slowest_process  number  process with the longest seconds of sampling, rewards and update together
+time/slowest_process/{sampling|rewards|update}  1  longest seconds of any process / the median one's (of two, the
+    shorter), at least 1 s each, without waits for devices and other processes
 [Trinity-RFT | an evaluation was due]
 time/eval  s  as timing_s/testing
 [Trinity-RFT | the previous step was saved]

@@ -34,6 +34,7 @@ CURE = (
 )
 T = TypeVar("T")
 _BARRIERS = itertools.count()  # numbers them: each barrier needs a name of its own
+_WAITED = [0.0]  # seconds in `waiting`
 
 
 class SharedFailure(RuntimeError):
@@ -80,6 +81,21 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around what waits for devices or other processes: its seconds are no work of this process."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _WAITED[0] += time.perf_counter() - start
+
+
+def waited() -> float:
+    """Seconds that this process has waited for devices and other processes."""
+    return _WAITED[0]
+
+
 def gather(value: Any) -> list[Any]:
     """The `value` of each process, in the order of the processes. Values are plain JSON data.
 
@@ -88,9 +104,10 @@ def gather(value: Any) -> list[Any]:
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.array(len(text))).reshape(-1)
-    padded = np.pad(text, (0, _padded(int(lengths.max())) - len(text)))
-    texts = multihost_utils.process_allgather(padded)
+    with waiting():
+        lengths = multihost_utils.process_allgather(np.array(len(text))).reshape(-1)
+        padded = np.pad(text, (0, _padded(int(lengths.max())) - len(text)))
+        texts = multihost_utils.process_allgather(padded)
     return [json.loads(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
 
 
@@ -117,7 +134,8 @@ def first_per_host(action: Callable[[], T]) -> T:
 
 def any_process(*values: bool) -> list[bool]:
     """For each of `values`, whether it is true in any process. Every process must call it."""
-    gathered = multihost_utils.process_allgather(np.array(values))
+    with waiting():
+        gathered = multihost_utils.process_allgather(np.array(values))
     return np.any(gathered.reshape(-1, len(values)), axis=0).tolist()
 
 
@@ -127,7 +145,8 @@ def settle(arrays: Any) -> None:
     On CPUs, collectives of programs that run at the same time can deadlock.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        jax.block_until_ready(arrays)
+        with waiting():
+            jax.block_until_ready(arrays)
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.mesh import BATCH_AXES, num_batch_shards
+from dapo_jax.parallel.processes import waiting
 
 Rules = dict[str, str | None]
 
@@ -249,4 +250,5 @@ def fetch(tree: Any) -> Any:
             return multihost_utils.process_allgather(array, tiled=True)
         return array
 
-    return jax.tree.map(np.asarray, jax.device_get(jax.tree.map(whole, tree)))
+    with waiting():
+        return jax.tree.map(np.asarray, jax.device_get(jax.tree.map(whole, tree)))

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import jax
 
-from dapo_jax.parallel.processes import any_process
+from dapo_jax.parallel.processes import any_process, waiting
 
 IN_FLIGHT = 2  # micro-batches that the host may be ahead of the devices
 _REPEATED_S = 1.0  # a second signal within this time is the same request
@@ -125,7 +125,8 @@ class Pace:
         """Call it after dispatching a micro-batch. No later one may overwrite (donate) `result`."""
         self._in_flight.append(result)
         if len(self._in_flight) > IN_FLIGHT:
-            jax.block_until_ready(self._in_flight.popleft())
+            with waiting():
+                jax.block_until_ready(self._in_flight.popleft())
         self._check()
 
 

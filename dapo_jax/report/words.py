@@ -229,6 +229,13 @@ ALARMS = {
         "Take length out of the reward function and use reward.overlong_buffer; if you want the effect, set "
         "monitor.alarms.score_by_length=1.",
     ),
+    "slow_process": Alarm(
+        "A process is slow",
+        "slow_process",
+        "One process took over {limit} times the median one's seconds for its own work, and the others waited for it.",
+        "Look at the host of the process that time/slowest_process names (its load, its disk, its judge's answers); "
+        "time/slowest_process/* says at what it is slow.",
+    ),
     "heldout_drop": Alarm(
         "Held-out accuracy dropped",
         "heldout_drop",
