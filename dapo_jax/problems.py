@@ -14,10 +14,12 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
 from dapo_jax.config.derived import gen_batch_size
 from dapo_jax.config.sections import Config, RewardConfig
 from dapo_jax.data.arithmetic import arithmetic_rows
+from dapo_jax.data.columns import Columns
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.prompts import PromptSet, tokenize_prompts
@@ -47,8 +49,10 @@ class TaskOptions:
     """How a task set is sampled and scored. Options that are not given are those of the held-out problems."""
 
     name: str  # of its metrics; "" = each problem's data_source
-    files: tuple[str, ...]  # parquet or JSONL; empty for the held-out problems
+    files: tuple[str, ...]  # Parquet, JSONL or CSV; empty = a generated task's problems
     prompt_key: str
+    prompt_template: str
+    answer_key: str
     n: int  # samples per problem
     temperature: float
     top_p: float
@@ -56,6 +60,11 @@ class TaskOptions:
     max_prompts: int  # only the first ones; -1 = all
     batch_size: int  # problems sampled at once; 0 = all
     reward_function: str
+
+    def read(self) -> list[PromptRow]:
+        """The rows of its files. Only `auto` needs to know the data_source of each."""
+        columns = Columns(self.prompt_key, self.prompt_template, self.answer_key)
+        return read_prompt_files(self.files, columns, names_sources="auto" not in functions_of(self.reward_function))
 
 
 @dataclass(frozen=True)
@@ -109,8 +118,10 @@ def held_out_options(config: Config) -> TaskOptions:
     evaluate = config.evaluate
     return TaskOptions(
         name="",
-        files=(),
+        files=config.data.val_files,
         prompt_key=config.data.prompt_key,
+        prompt_template=config.data.prompt_template,
+        answer_key=config.data.answer_key,
         n=evaluate.n,
         temperature=evaluate.temperature,
         top_p=evaluate.top_p,
@@ -145,6 +156,10 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
         kinds, description = _KINDS[type(getattr(default, key))]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise InputError(f"{where}: {key}={value!r} must be {description}")
+    if "prompt_key" in options and options.get("prompt_template", default.prompt_template):
+        raise InputError(
+            f"{where}: prompt_key is not read with a prompt_template: leave it out, or add 'prompt_template': ''"
+        )
     files = options.get("files", ())
     files = (files,) if isinstance(files, str) else tuple(files)
     if not files or not all(isinstance(file, str) for file in files):
@@ -157,7 +172,7 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
     train_rows, eval_rows = _read_rows(config, training=training)
     function = reward_function(config)
     sets = {dataclasses.replace(held_out_options(config), reward_function=function): eval_rows}
-    sets |= {task: read_prompt_files(task.files, prompt_key=task.prompt_key) for task in parse_tasks(config)}
+    sets |= {task: task.read() for task in parse_tasks(config)}
     sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
     auto = _stands_for_auto([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
 
@@ -166,7 +181,8 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
 
     task_sets = tuple(
         TaskSet(
-            dataclasses.replace(task, reward_function=chosen(task.reward_function)), _tokenize(config, rows, tokenizer)
+            dataclasses.replace(task, reward_function=chosen(task.reward_function)),
+            _tokenize(config, rows, tokenizer, templated=bool(task.prompt_template and task.files)),
         )
         for task, rows in sets.items()
     )
@@ -174,8 +190,9 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
-    train_set = _tokenize(config, train_rows, tokenizer) if training else PromptSet([], [])
-    order = PromptOrder(max(len(train_set), 1), seed=config.seed, shuffle=config.data.shuffle)
+    templated = bool(config.data.task == "files" and config.data.prompt_template)
+    train_set = _tokenize(config, train_rows, tokenizer, templated=templated) if training else PromptSet([], [])
+    order = _order(config, [row.file for row in train_set.rows])
     problems = Problems(train_set, task_sets, order, chosen(function))
     _warn_of_data(config, problems)
     if tags := tokenizer.tags_without_text:
@@ -212,12 +229,27 @@ def _read_rows(config: Config, *, training: bool) -> tuple[list[PromptRow], list
             seed=config.seed,
             template=gym.template,
         )
-    train_rows = read_prompt_files(data.train_files, prompt_key=data.prompt_key) if training else []
-    eval_rows = read_prompt_files(data.val_files, prompt_key=data.prompt_key) if data.val_files else []
-    return train_rows, eval_rows
+    held_out = held_out_options(config)
+    train_rows = dataclasses.replace(held_out, files=data.train_files).read() if training else []
+    return train_rows, held_out.read() if data.val_files else []
 
 
-def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> PromptSet:
+def _order(config: Config, files: Sequence[int]) -> PromptOrder:
+    """The order of the training prompts, of which each is in one of `files`, the places of data.train_files."""
+    seed, shuffle, weights = config.seed, config.data.shuffle, config.data.mixture
+    if not weights or not files:
+        return PromptOrder(max(len(files), 1), seed=seed, shuffle=shuffle)
+    sizes = np.bincount(files, minlength=len(weights)).tolist()
+    if 0 in sizes:
+        empty = config.data.train_files[sizes.index(0)]
+        raise InputError(f"data.mixture: {empty} must have a prompt to train on, and has none: leave the file out")
+    return PromptOrder(len(files), seed=seed, shuffle=shuffle, sizes=sizes, weights=weights)
+
+
+def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer, *, templated: bool) -> PromptSet:
+    """The prompts as tokens. What data.prompt_template has made is plain text for a model without a chat template."""
+    if templated and tokenizer.chat_template is None:
+        rows = [row if row.template_kwargs else dataclasses.replace(row, prompt=row.question) for row in rows]
     return tokenize_prompts(
         rows,
         tokenizer,
@@ -261,14 +293,18 @@ def _warn_of_data(config: Config, problems: Problems) -> None:
     """Warns if there are fewer prompts than a batch needs, or if evaluation problems are also trained on."""
     train_set, task_sets = problems.train_set, problems.task_sets
     most = max(config.data.train_batch_size, gen_batch_size(config))
-    if 0 < len(train_set) < most:
-        option = "train_batch_size" if config.data.train_batch_size == most else "gen_batch_size"
-        logger.warning(
-            "%d problems to train on, fewer than data.%s=%d: prompts repeat within a batch; lower it or add problems",
-            len(train_set),
-            option,
-            most,
-        )
+    option = "train_batch_size" if config.data.train_batch_size == most else "gen_batch_size"
+    named = f"data.{option}={most}"
+    for file, size in enumerate(problems.order.sizes if len(train_set) else ()):
+        wanted = problems.order.counts(most)[file]
+        if size < wanted:
+            which = f" in {config.data.train_files[file]}" if config.data.mixture else ""
+            logger.warning(
+                "%d problems to train on%s, fewer than %s: prompts repeat within a batch; lower it or add problems",
+                size,
+                which,
+                f"the {wanted} that {named} takes of it" if which else named,
+            )
     trained = {prompt_identity(row.prompt) for row in train_set.rows} if task_sets else set()
     for task in task_sets:
         for name, rows in task.by_name:

@@ -11,6 +11,7 @@ from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.data.collected import Collected
 from dapo_jax.data.experience import Experience, Outcomes, comparable
 from dapo_jax.data.order import PromptOrder
+from dapo_jax.data.prompt_files import source_names
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.data.work import efficiencies
@@ -36,6 +37,7 @@ def collect(accepted: Accepted, data: DataConfig, order: PromptOrder) -> Collect
     """
     metrics = sampling_metrics(accepted) | experience_metrics(accepted, data, order)
     metrics |= curriculum_metrics(data.curriculum, accepted.state.history)
+    metrics |= mixture_metrics(accepted, data, order)
     return Collected(
         accepted.experience,
         metrics,
@@ -64,6 +66,24 @@ def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder)
         metrics |= _sampled_metrics(sampled)
         metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.failed.size for part in sampled)
     return metrics if trained is None else metrics | _trained_metrics(trained, data)
+
+
+def mixture_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder) -> dict[str, float]:
+    """`mixture/` metrics of each file of data.mixture, over all groups that were sampled."""
+    metrics: dict[str, float] = {}
+    for file, name in enumerate(source_names(data.train_files) if data.mixture else ()):
+        mine = [(part, order.files(part.outcomes.rows) == file) for part in accepted.rounds]
+        found = {
+            name: [part.outcomes.score(name)[chosen].ravel() for part, chosen in mine] for name in ("acc", "score")
+        }
+        found["kept_share"] = [part.keep[chosen] for part, chosen in mine]
+        metrics[f"mixture/{name}/num_prompts"] = sum(map(len, found["kept_share"]))
+        metrics[f"mixture/{name}/epoch"] = order.counts(accepted.state.next_prompt)[file] / order.sizes[file]
+        for measure, parts in found.items():
+            values = np.concatenate([*parts, np.zeros(0)])
+            if (values := values[~np.isnan(values)]).size:
+                metrics[f"mixture/{name}/{measure}"] = float(np.mean(values))
+    return metrics
 
 
 def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:

@@ -26,6 +26,7 @@ from dapo_jax.config.derived import (
 )
 from dapo_jax.config.sections import Config, EvaluateConfig
 from dapo_jax.config.values import PATHS, number_problems, type_problems
+from dapo_jax.data.columns import template_parts
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
@@ -80,6 +81,7 @@ def _problems(config: Config, training: bool, own: Collection[str]) -> Iterator[
     for key, bound in BOUNDS:
         yield from bound.problems(key, attrgetter(key)(config))
     yield from _missing(config, training)
+    yield from _row_problems(config, training)
     yield from _trainer_problems(config)
     yield from _model_problems(config)
     yield from _decoding_problems(config)
@@ -105,7 +107,7 @@ def _missing(config: Config, training: bool) -> Iterator[str]:
     if task == "reasoning_gym" and not generated:
         yield "data.reasoning_gym.datasets is empty: name data sets of the library reasoning-gym"
     if training and task == "files" and not config.data.train_files:
-        yield "data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic"
+        yield "data.train_files is empty: give parquet, JSONL or CSV files, or set data.task=arithmetic"
     if given_function(config) == "none" and not config.reward.model.path and trains_on_rewards(config):
         yield (
             "reward.function=none needs a reward model or a teacher: give reward.model.path, or "
@@ -113,6 +115,20 @@ def _missing(config: Config, training: bool) -> Iterator[str]:
         )
     if config.trainer.total_training_steps == -1 and config.trainer.total_epochs is None:
         yield "trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them"
+
+
+def _row_problems(config: Config, training: bool) -> Iterator[str]:
+    weights, files = config.data.mixture, config.data.train_files
+    if training and weights and (len(weights) != len(files) or min(weights) <= 0):
+        yield (
+            f"data.mixture={weights} must have a weight above 0 for each of the {len(files)} files of "
+            "data.train_files: give as many, and leave out files that are not wanted"
+        )
+    if config.data.prompt_template:
+        try:
+            template_parts(config.data.prompt_template)
+        except InputError as error:
+            yield str(error)
 
 
 def _trainer_problems(config: Config) -> Iterator[str]:

@@ -91,9 +91,12 @@ class CurriculumConfig:
 @dataclass(frozen=True)
 class DataConfig:
     task: Task = "files"  # files | arithmetic | reasoning_gym (pip install 'dapo_jax[reasoning-gym]')
-    train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema: paths, gs://, hf://OWNER/NAME/CONFIG/SPLIT
+    train_files: tuple[str, ...] = ()  # Parquet, JSONL or CSV: paths, gs://, hf://OWNER/NAME/CONFIG/SPLIT
     val_files: tuple[str, ...] = ()  # the same, to evaluate on
+    mixture: tuple[float, ...] = ()  # weight of each of train_files among sampled prompts; empty = every row as often
     prompt_key: str = "prompt"  # column with chat messages or text
+    prompt_template: str = ""  # text of the user's message, with columns in braces: {question}; empty = prompt_key
+    answer_key: str = "reward_model.ground_truth"  # column with the expected answer, dotted; empty = there is none
     train_batch_size: Positive[int] = 512  # prompts per training step, after the group filter
     gen_batch_size: PositiveOrNull[int] = None  # prompts per generation round; null = train_batch_size
     max_prompt_length: Positive[int] = 1024  # tokens

@@ -1,9 +1,8 @@
-"""Host: what messages say about a path that is no prompt file, and how to turn raw data sets into prompt files."""
+"""Host: what messages say about a path that is no prompt file."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from etils import epath
 
@@ -15,13 +14,12 @@ _SCRIPTS = {  # of data sets of the Hugging Face hub
 }
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CONVERSIONS = {
-    ".csv": "it has no nested columns: write its rows as JSON Lines with the fields of docs/data.md",
     ".arrow": "convert it by datasets.Dataset.from_file(path).to_parquet(...)",
     ".gz": "unpack it",
     ".zst": "unpack it",
     ".zip": "unpack it",
+    ".xlsx": "save it as CSV",
 }
-_CONVERSIONS[".tsv"] = _CONVERSIONS[".csv"]
 
 
 def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
@@ -47,19 +45,3 @@ def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
         cure = _CONVERSIONS.get(path.suffix, "convert it")
         return f"ends in {path.suffix!r}, must end in one of {', '.join(suffixes)}: {cure}"
     return f"{'is not a file' if path.exists() else 'does not exist'}: correct the path or prepare the data"
-
-
-def describe_columns(record: Mapping[str, Any]) -> str:
-    """The columns of a row of another schema, and the script for the data set that they suggest."""
-    columns = set(record)
-    script = None
-    if {"question", "answer"} <= columns and "####" in str(record["answer"]):
-        script = "GSM8K as published: run scripts/data/prepare_gsm8k.py"
-    elif {"input", "target"} <= columns or {"question", "result"} <= columns:
-        script = "MAWPS as published: run scripts/data/prepare_mawps.py"
-    elif columns & {"problem", "Problem", "question"} and columns & {"answer", "Answer"}:
-        script = "problems with answers: scripts/data/prepare_aime.py makes rows of those of competitions"
-    elif columns & {"prompt", "problem"} and columns & {"answer", "solution", "ground_truth"}:
-        script = "problems with answers: scripts/data/prepare_math_dapo.py makes rows of those of DAPO-Math-17k"
-    there = f"columns {', '.join(map(str, list(record)[:20]))}"
-    return there if script is None else f"{there}: this looks like {script}"

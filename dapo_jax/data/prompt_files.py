@@ -1,64 +1,77 @@
-"""Host: prompt files in verl's schema (Parquet or JSON Lines) to rows."""
+"""Host: prompt files (Parquet, JSON Lines or CSV) to rows."""
 
 import codecs
+import csv
 import json
 import logging
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from etils import epath
 
-from dapo_jax.data.other_files import describe_columns, wrong_path
+from dapo_jax.data.columns import Columns, suggestion
+from dapo_jax.data.other_files import wrong_path
 from dapo_jax.data.published import in_verl_schema
 from dapo_jax.data.row_schema import Problem, read_row, without_nulls
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
+from dapo_jax.hub.names import data_name
 from dapo_jax.hub.repositories import data_files
 from dapo_jax.models.model_files import unreadable
 
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+VERL = Columns()
 MAX_REPORTED_PROBLEMS = 10
 MAX_BAD_ROWS = 10_000  # of a file: then the rest is not read
 
 logger = logging.getLogger(__name__)
 
 
-def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt") -> list[PromptRow]:
+def read_prompt_files(paths: Sequence[str], columns: Columns = VERL, *, names_sources: bool = False) -> list[PromptRow]:
     """The rows of all files, in order; a path may also be an address, or a split on the hub (hf://OWNER/NAME/SPLIT).
 
-    A row has `prompt` (text, or a list of {role, content}, which may be JSON text; `prompt_key` names another column),
-    `data_source`, `reward_model.ground_truth` (text, a number, which becomes its shortest text, or any other JSON) and,
-    optionally, `extra_info`, and `tools` and `chat_template_kwargs` for the chat template.
+    A row has a prompt (text, or a list of {role, content}, which may be JSON text, or what the template makes of it),
+    an answer (text, a number, which becomes its shortest text, or any other JSON), `data_source` and, optionally,
+    `extra_info`, which further columns join, and `tools` and `chat_template_kwargs` for the chat template.
+
+    Args:
+        columns: which column is what.
+        names_sources: rows without data_source get the name of their file; else they are bad rows.
 
     Raises:
         ValueError: bad rows, by file, row and field; or a missing, empty or unknown file.
     """
     rows: list[PromptRow] = []
     problems: list[str] = []
-    for source, path in ((name, file) for name in paths for file in data_files(name)):
+    for file, (entry, path) in ((file, (name, path)) for file, name in enumerate(paths) for path in data_files(name)):
+        source = source_name(entry) if names_sources else ""
         bad_rows, num_read, num_parsed = _BadRows(path), 0, 0
-        for number, record in read_records(path):
+        for number, record in read_records(path, columns.answer_key):
             if bad_rows.count >= MAX_BAD_ROWS:
                 break
             num_read += 1
-            record = in_verl_schema(source, record)
+            if columns == VERL:
+                record = in_verl_schema(entry, record)
             if path.suffix == ".parquet" and isinstance(record, dict):
-                record = without_nulls(record, prompt_key)
-            row, row_problems = read_row(record, prompt_key, f"{path} row {number}")
+                record = without_nulls(record, columns)
+            row, row_problems = read_row(record, columns, f"{path} row {number}", source=source, file=file)
             bad_rows.add(number, record, row_problems)
             if row is not None:
                 rows.append(row)
-                num_parsed += not isinstance(row.prompt, str) and isinstance(record[prompt_key], str)
+                given = None if columns.prompt_template else record[columns.prompt_of(record)]
+                num_parsed += not isinstance(row.prompt, str) and isinstance(given, str)
         problems += bad_rows.lines(num_read)
         if num_parsed:
             logger.warning(
                 "%s: %s of %d rows holds chat messages as JSON text: they are taken as messages, not as plain text",
                 path,
-                prompt_key,
+                columns.prompt_key,
                 num_parsed,
             )
     if problems:
@@ -69,14 +82,16 @@ def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt") -> li
     return rows
 
 
-@dataclass
-class _Fault:
-    """A kind of problem: the first row with it, and the number of such rows."""
+def source_name(entry: str) -> str:
+    """The data_source of the rows of an entry of data.train_files that have none: OWNER/NAME, or the file's name."""
+    name = data_name(entry)
+    return name.repository if name is not None else re.sub(r"-\d+-of-\d+$", "", PurePosixPath(entry).stem)
 
-    number: int
-    record: Any
-    text: str
-    count: int = 1
+
+def source_names(entries: Sequence[str]) -> list[str]:
+    """A name for each entry of data.train_files: its `source_name`, with the place of the entry if several share it."""
+    names = [source_name(entry) for entry in entries]
+    return [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names, start=1)]
 
 
 class _BadRows:
@@ -84,79 +99,105 @@ class _BadRows:
 
     def __init__(self, path: Path | epath.Path) -> None:
         self.path, self.count = path, 0
-        self._faults: dict[str, _Fault] = {}
+        self._first: dict[str, tuple[int, Any, Problem]] = {}  # by kind: row, record and what is wrong
+        self._counts: Counter[str] = Counter()
 
     def add(self, number: int, record: Any, problems: Sequence[Problem]) -> None:
         self.count += bool(problems)
         for problem in problems:
-            if problem.kind in self._faults:
-                self._faults[problem.kind].count += 1
-            else:
-                self._faults[problem.kind] = _Fault(number, record, problem.text)
+            self._first.setdefault(problem.kind, (number, record, problem))
+            self._counts[problem.kind] += 1
 
     def lines(self, num_read: int) -> list[str]:
-        """One line per fault; and one with the columns of the file, if all rows lack one."""
-        lines, other_schema = [], None
-        for fault in self._faults.values():
-            line = f"{self.path} row {fault.number}"
-            if fault.count > 1:
-                line += f" and {fault.count - 1} more of {num_read} rows"
-                line = f"{self.path}, all {num_read} rows" if fault.count == num_read else line
-            lines.append(f"{line}: {fault.text}")
-            if isinstance(fault.record, dict) and " is missing, " in fault.text and fault.count == num_read:
-                other_schema = f"{self.path} has the {describe_columns(fault.record)}"
-        return lines if other_schema is None else [*lines, other_schema]
+        """One line per fault; and one with the columns of the file and how to read them, if all rows lack one."""
+        lines, missing, other = [], set(), {}
+        for kind, (number, record, problem) in self._first.items():
+            count, line = self._counts[kind], f"{self.path} row {number}"
+            if count > 1:
+                line += f" and {count - 1} more of {num_read} rows"
+                line = f"{self.path}, all {num_read} rows" if count == num_read else line
+            lines.append(f"{line}: {problem.text}")
+            if problem.missing and count == num_read:
+                other = record
+                missing.add(problem.missing)
+        return [*lines, f"{self.path} has the columns {suggestion(other, missing)}"] if missing else lines
 
 
-def read_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
+def read_records(path: Path | epath.Path, answer_key: str = VERL.answer_key) -> Iterator[tuple[int, Any]]:
     """(row number from 1, decoded row) of one file; an undecodable line becomes its error."""
-    readers = {".parquet": _parquet_records, ".jsonl": _json_lines_records, ".json": _json_lines_records}
-    if not path.is_file() or path.suffix not in readers:
-        raise InputError(f"prompt file {path} {wrong_path(path, readers)}")
+    if not path.is_file() or path.suffix not in SUFFIXES:
+        raise InputError(f"prompt file {path} {wrong_path(path, SUFFIXES)}")
     if isinstance(path, Path) and not os.access(path, os.R_OK):
         raise InputError(f"prompt file {path} cannot be read by this user: change its permissions")
-    return readers[path.suffix](path)
+    if path.suffix == ".parquet":
+        return _parquet_records(path, answer_key.partition(".")[0])
+    return _table_records(path) if path.suffix in (".csv", ".tsv") else _json_lines_records(path)
 
 
-def _parquet_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
+def _parquet_records(path: Path | epath.Path, column: str) -> Iterator[tuple[int, Any]]:
     try:
         with path.open("rb") as source, pq.ParquetFile(source) as file:
-            batches = (_records(batch) for batch in file.iter_batches(batch_size=1024))
+            batches = (_records(batch, column) for batch in file.iter_batches(batch_size=1024))
             yield from enumerate((record for batch in batches for record in batch), start=1)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise unreadable(path, error) from error
 
 
-def _records(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows of a batch. A ground truth in 32 or 16 bits reads as it was written: 0.1, not 0.10000000149."""
+def _records(batch: pa.RecordBatch, column: str) -> list[dict[str, Any]]:
+    """The rows of a batch. In `column`, a number in 32 or 16 bits reads as it was written: 0.1, not 0.10000000149."""
     records = batch.to_pylist()
-    column = batch.schema.field("reward_model").type if "reward_model" in batch.schema.names else pa.null()
-    if pa.types.is_struct(column) and column.get_field_index("ground_truth") >= 0:
-        kind = column.field("ground_truth").type
-        if pa.types.is_float16(kind) or pa.types.is_float32(kind):
-            for record in records:
-                reward_model = record["reward_model"] or {}
-                if reward_model.get("ground_truth") is not None:
-                    reward_model["ground_truth"] = float(str(kind.to_pandas_dtype()(reward_model["ground_truth"])))
+    if column in batch.schema.names:
+        kind = batch.schema.field(column).type
+        for record in records:
+            record[column] = _as_written(kind, record[column])
     return records
 
 
+def _as_written(kind: pa.DataType, value: Any) -> Any:
+    if pa.types.is_struct(kind) and value is not None:
+        return value | {field.name: _as_written(field.type, value[field.name]) for field in kind}
+    narrow = pa.types.is_float16(kind) or pa.types.is_float32(kind)
+    return value if value is None or not narrow else float(str(kind.to_pandas_dtype()(value)))
+
+
+def _table_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
+    """The rows below the header of a CSV file (.tsv: with tabs); every value is text."""
+    number = 0
+    try:
+        texts = (line.decode() for line in _lines(path))
+        rows = csv.reader(texts, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        header = next(rows, [])
+        if repeated := {name for name in header if header.count(name) > 1}:
+            raise InputError(f"prompt file {path} has several columns {', '.join(sorted(repeated))}: rename them")
+        for number, cells in enumerate(filter(None, rows), start=1):
+            fault = f"has {len(cells)} cells, the header has {len(header)}: put cells with commas or tabs into quotes"
+            yield number, dict(zip(header, cells, strict=True)) if len(cells) == len(header) else InputError(fault)
+    except UnicodeDecodeError as error:
+        yield number + 1, error
+    except csv.Error as error:
+        yield number + 1, InputError(f"is no row of a CSV file ({error}): correct its quotes")
+
+
 def _json_lines_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_lines(path), start=1):
+        if number == 1 and line.startswith(b"["):
+            raise InputError(
+                f"prompt file {path} is one JSON list: write one object on each line (JSON Lines), for example "
+                f"by jq -c '.[]' {path}"
+            )
+        if line.strip():
+            try:
+                yield number, json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                yield number, error
+
+
+def _lines(path: Path | epath.Path) -> Iterator[bytes]:
+    """The lines of a file, without a byte order mark."""
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-                if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]:
-                    raise InputError(
-                        f"prompt file {path} is UTF-16 text: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 {path})"
-                    )
-                if line.startswith(b"["):
-                    raise InputError(
-                        f"prompt file {path} is one JSON list: write one object on each line (JSON Lines), for example "
-                        f"by jq -c '.[]' {path}"
-                    )
-            if line.strip():
-                try:
-                    yield number, json.loads(line.decode())
-                except (ValueError, RecursionError) as error:
-                    yield number, error
+        for number, line in enumerate(lines):
+            if number == 0 and (line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]):
+                raise InputError(
+                    f"prompt file {path} is UTF-16 text: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 {path})"
+                )
+            yield line if number else line.removeprefix(codecs.BOM_UTF8)

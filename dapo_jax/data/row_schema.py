@@ -1,4 +1,4 @@
-"""Host: from a record of a prompt file, in verl's schema, to a row or to what is wrong with it."""
+"""Host: from a record of a prompt file to a row, or to what is wrong with it."""
 
 import json
 import math
@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+from dapo_jax.data.columns import MISSING, TEMPLATE_COLUMNS, Columns, template_parts, value_at
 from dapo_jax.data.json_values import plain
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.errors import InputError
 
 MAX_NESTING = 100  # levels of lists and objects in a row
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 # Text that is like a list of messages, as Python or NumPy prints it, or the JSON of another form of them.
 _PRINTED = re.compile(
     r"""\s*(array\()?[\[(]\s*\{(?=.*['"](role|from)['"]\s*:)(?=.*['"](content|value)['"]\s*:)\s*['"].*[\])]\s*""",
@@ -24,80 +25,109 @@ class Problem(NamedTuple):
 
     kind: str  # the same for the same fault of another record
     text: str  # field, value, rule and fix
+    missing: str = ""  # "prompt", "answer" or "source", if the record lacks that
 
 
-def read_row(record: Any, prompt_key: str, origin: str) -> tuple[PromptRow | None, list[Problem]]:
+def read_row(
+    record: Any, columns: Columns, origin: str, *, source: str = "", file: int = 0
+) -> tuple[PromptRow | None, list[Problem]]:
     """The row, or None and what is wrong with the record.
 
     Args:
         record: a decoded row of a file, or the error of decoding it.
         origin: file and number of the row, for messages.
+        source: the data_source of rows without one; "" = they need one.
+        file: its place in data.train_files.
     """
-    if isinstance(record, UnicodeDecodeError):
-        byte = record.object[record.start]
-        return None, [Problem("text", f"is no UTF-8 text (byte 0x{byte:02x}; Latin-1?): save the file as UTF-8")]
-    if not isinstance(record, dict):
-        found = record if isinstance(record, Exception) else f"a {type(record).__name__}"
-        text = f"must be a JSON object, not {found}: write one object on each line"
-        return None, [Problem(f"object {type(record).__name__}", text)]
+    if (problem := _undecoded(record)) is not None:
+        return None, [problem]
     for key, value in record.items():
         if (rule := _unfit(value)) is not None:
             return None, [Problem(f"{key} unfit", f"{key} {rule}")]
-    reward_model, extra_info = record.get("reward_model"), record.get("extra_info")
-    reward_model = reward_model if isinstance(reward_model, dict) else {}
-    prompt = _from_json(record.get(prompt_key), list, _is_chat)
-    data_source: Any = record.get("data_source")
-    extra_info = {} if extra_info is None else extra_info
-    problems = []
-    if not (_is_text(prompt) or _is_chat(prompt)):
-        problems.append(
-            _problem(
-                prompt_key,
-                prompt,
-                "must be non-empty text or a list of messages, each with text as role and "
-                "content: correct the row or set data.prompt_key to the column that holds the prompt",
-            )
-        )
+    prompt, problems = _templated(record, columns) if columns.prompt_template else _given(record, columns)
+    data_source: Any = source if source and record.get("data_source") is None else record.get("data_source")
     if not _is_text(data_source):
-        problems.append(_problem("data_source", data_source, "must be non-empty text: name the row's task"))
-    truth, fits = _ground_truth(reward_model)
+        rule = "must be non-empty text: name the row's task, or name the reward by reward.function"
+        problems.append(_problem("data_source", data_source, rule, "source"))
+    truth, fits = _ground_truth(value_at(record, columns.answer_key) if columns.answer_key else None)
     if not fits:
-        problems.append(
-            _problem(
-                "reward_model.ground_truth",
-                truth,
-                "must be non-empty text, a finite number, true or false, a "
-                "list, an object or null: write the expected answer as reward_model={'ground_truth': answer}",
-            )
+        rule = (
+            "must be non-empty text, a finite number, true or false, a list, an object or null: write the expected "
+            "answer so, or set data.answer_key to the column that holds it"
         )
+        problems.append(_problem(columns.answer_key, None if truth is MISSING else truth, rule, "answer"))
+    extra_info = _from_json(record.get("extra_info") or {}, dict, lambda found: True)
     if not isinstance(extra_info, dict):
         problems.append(_problem("extra_info", extra_info, "must be an object: write one or leave it out"))
-    elif isinstance(prompt, str) and _PRINTED.fullmatch(prompt):
-        problems.append(
-            _problem(
-                prompt_key,
-                prompt,
-                "must be a list of messages, each with text as role and content, or its JSON text, not text that only "
-                "looks like one: write the list itself, or json.dumps of it",
-            )
-        )
-    template_kwargs, fault = _template_kwargs(record, prompt)
-    problems += fault
+    template_kwargs, faults = _template_kwargs(record, prompt)
+    problems += faults
     if problems:
         return None, problems
     if not isinstance(prompt, str):  # a Parquet column gives every message the union of all keys
         prompt = tuple({key: value for key, value in entry.items() if value is not None} for entry in prompt)
-    return PromptRow(prompt, data_source, truth, extra_info, origin, template_kwargs), []
+    extra_info = columns.others(record) | extra_info
+    return PromptRow(prompt, data_source, truth, extra_info, origin, template_kwargs, file), []
 
 
-def without_nulls(record: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
+def _undecoded(record: Any) -> Problem | None:
+    """Why a record is no object."""
+    if isinstance(record, UnicodeDecodeError):
+        byte = record.object[record.start]
+        return Problem("text", f"is no UTF-8 text (byte 0x{byte:02x}; Latin-1?): save the file as UTF-8")
+    if isinstance(record, InputError):
+        return Problem("line", str(record))
+    if not isinstance(record, dict):
+        found = record if isinstance(record, Exception) else f"a {type(record).__name__}"
+        text = f"must be a JSON object, not {found}: write one object on each line"
+        return Problem(f"object {type(record).__name__}", text)
+    return None
+
+
+def _given(record: Mapping[str, Any], columns: Columns) -> tuple[Any, list[Problem]]:
+    """The prompt in a column: text, or a list of messages, which may be JSON text."""
+    key = columns.prompt_of(record)
+    prompt = _from_json(record.get(key), list, _is_chat)
+    if not (_is_text(prompt) or _is_chat(prompt)):
+        rule = (
+            "must be non-empty text or a list of messages, each with text as role and content: correct the row or set "
+            "data.prompt_key to the column that holds the prompt, or data.prompt_template"
+        )
+        return prompt, [_problem(key, prompt, rule, "prompt")]
+    if isinstance(prompt, str):
+        rule = (
+            "must be a list of messages, each with text as role and content, or its JSON text, not text that only "
+            "looks like one: write the list itself, or json.dumps of it"
+        )
+        return prompt, [_problem(key, prompt, rule)] if _PRINTED.fullmatch(prompt) else []
+    if key != columns.prompt_key and prompt[-1]["role"] == "assistant":
+        rule = (
+            "must not end with a message of the assistant, with which every response would begin: leave it out, or "
+            "set data.prompt_key=messages if that is meant"
+        )
+        return prompt, [_problem(key, prompt, rule)]
+    return prompt, []
+
+
+def _templated(record: Mapping[str, Any], columns: Columns) -> tuple[Any, list[Problem]]:
+    """The message that data.prompt_template makes of a record: texts as they are, numbers in their shortest form."""
+    texts, problems = [], []
+    for text, column in template_parts(columns.prompt_template):
+        value = "" if column is None else value_at(record, column)
+        if isinstance(value, str) or _is_finite_number(value):
+            texts += [text, value if isinstance(value, str) else _shortest_text(value)]
+        else:
+            rule = f"must be text or a number: correct the row, or name another column, or a part of it as {column}.0"
+            problems.append(_problem(str(column), None if value is MISSING else value, rule, "prompt"))
+    return [{"role": "user", "content": "".join(texts)}], problems
+
+
+def without_nulls(record: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     """A row of a Parquet file without the nulls in what its chat template reads.
 
     A column of objects gives each of them, at every level, the union of all keys.
     """
-    return {
-        key: _without_nulls(value) if key in (prompt_key, *TEMPLATE_COLUMNS) else value for key, value in record.items()
-    }
+    read = (columns.prompt_of(record), *TEMPLATE_COLUMNS)
+    return {key: _without_nulls(value) if key in read else value for key, value in record.items()}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -122,8 +152,8 @@ def _from_json(value: Any, kind: type, is_valid: Callable[[Any], bool]) -> Any:
 
 def _template_kwargs(record: Mapping[str, Any], prompt: Any) -> tuple[dict[str, Any], list[Problem]]:
     """The variables that a row gives the chat template, and what is wrong with them."""
-    tools = _from_json(record.get("tools"), list, lambda found: all(isinstance(tool, dict) for tool in found))
-    given = _from_json(record.get("chat_template_kwargs"), dict, lambda found: True)
+    tools = _from_json(record.get("tools") or None, list, lambda found: all(isinstance(tool, dict) for tool in found))
+    given = _from_json(record.get("chat_template_kwargs") or None, dict, lambda found: True)
     problems = []
     if not isinstance(tools, list | None):
         problems.append(_problem("tools", tools, "must be a list of objects, their JSON text or null: correct it"))
@@ -136,14 +166,13 @@ def _template_kwargs(record: Mapping[str, Any], prompt: Any) -> tuple[dict[str, 
     return {} if problems else {**(given or {}), **({"tools": tools} if tools else {})}, problems
 
 
-def _ground_truth(reward_model: Mapping[str, Any]) -> tuple[Any, bool]:
+def _ground_truth(value: Any) -> tuple[Any, bool]:
     """The ground truth as text or plain JSON, and whether it is valid."""
-    value = reward_model.get("ground_truth")
     if isinstance(value, str):
         return value, value != ""
     if isinstance(value, int | float | Decimal) and _is_finite_number(value):
         return _shortest_text(value), True
-    if not isinstance(value, bool | list | dict | None) or "ground_truth" not in reward_model:
+    if not isinstance(value, bool | list | dict | None):
         return value, False
     try:
         return json.loads(json.dumps(value, default=plain)), True
@@ -151,9 +180,10 @@ def _ground_truth(reward_model: Mapping[str, Any]) -> tuple[Any, bool]:
         return value, False
 
 
-def _problem(field: str, value: Any, rule: str) -> Problem:
+def _problem(field: str, value: Any, rule: str, part: str = "") -> Problem:
+    """A field that breaks a rule. `part`: what the record lacks if the field is missing."""
     found = "is missing" if value is None else f"is {str(value)[:60]!r} ({type(value).__name__})"
-    return Problem(f"{field} {type(value).__name__}", f"{field} {found}, {rule}")
+    return Problem(f"{field} {type(value).__name__}", f"{field} {found}, {rule}", part if value is None else "")
 
 
 def _shortest_text(number: float | Decimal) -> str:

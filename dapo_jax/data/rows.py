@@ -17,6 +17,7 @@ class PromptRow:
     extra_info: dict
     origin: str = field(default="a generated row", compare=False)  # file and row, for messages
     template_kwargs: dict = field(default_factory=dict)  # more variables for the chat template, such as tools
+    file: int = field(default=0, compare=False)  # its place in data.train_files
 
     @property
     def truth_text(self) -> str:

@@ -13,6 +13,7 @@ from dapo_jax.export import export
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.interface.policy import Policy
 from dapo_jax.interface.rewards import Reward, with_reward
+from dapo_jax.interface.rows import Rows, with_rows
 from dapo_jax.monitor.mirror import KIND
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.memory import reserve_gpu_memory
@@ -56,7 +57,9 @@ class TrainResult:
         export(self.config, directory, dtype=dtype, adapter=adapter)
 
 
-def train(config: AnyConfig, reward: Reward | None = None) -> TrainResult:
+def train(
+    config: AnyConfig, reward: Reward | None = None, *, data: Rows | None = None, eval_data: Rows | None = None
+) -> TrainResult:
     """Trains as `dapo-jax train` does; a run that was stopped resumes from its newest checkpoint.
 
         result = dx.train(dx.load_config("tiny", {"workdir": "runs/mine"}))
@@ -74,12 +77,18 @@ def train(config: AnyConfig, reward: Reward | None = None) -> TrainResult:
             there, with limits of time and memory: one of a module, or one of a notebook that uses only imports, plain
             values and functions like it. Any other, such as a lambda, runs in this process, with a warning, and so do
             the functions that are weighted with it.
+        data: rows to train on, instead of the config's: dicts of columns, a DataFrame or a datasets.Dataset, which are
+            written to the work directory; or the path of a prompt file. data.prompt_template, prompt_key and answer_key
+            say which column is what. Rerun with the same rows to resume: others are refused.
+        eval_data: rows to evaluate on, in the same way.
 
     Raises:
         InputError: the config, the model, the data or the devices do not fit together.
         RuntimeError: the run cannot continue, for example because too few groups pass the filter.
     """
     frozen, own = as_config(config), NO_OWN
+    if data is not None or eval_data is not None:
+        frozen = with_rows(frozen, data, eval_data)
     if reward is not None:
         frozen, own = with_reward(frozen, reward)
     reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)

@@ -90,7 +90,7 @@ PACKED = "micro-batches are packed by length"
 KEPT = "monitor.num_samples responses per step and per evaluation are kept"
 
 HERE = (
-    _same("data.{train_files,val_files}", "parquet or JSONL, the same columns"),
+    _same("data.{train_files,val_files}", "parquet, JSONL or CSV, the same columns"),
     _same("data.{prompt_key,train_batch_size,truncation}"),
     _same("data.gen_batch_size", "null: the training batch size"),
     _same("data.{max_prompt_length,max_response_length}", "in tokens"),
@@ -457,6 +457,7 @@ EASYR1 = (
     ),
     _missing("worker.actor.model.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_dir,video_fps,min_pixels,max_pixels}", TEXT_ONLY),
-    _missing("data.{answer_key,format_prompt}", "write the rows in verl's columns: docs/data.md"),
+    _same("data.answer_key"),
+    _missing("data.format_prompt", "write its text as data.prompt_template, which takes columns in braces"),
     _missing("data.override_chat_template", "change the chat template in model.path"),
 )

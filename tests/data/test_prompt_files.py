@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_jax.data import prompt_files
+from dapo_jax.data.columns import Columns
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.rows import PromptRow
 
@@ -94,7 +95,7 @@ def test_message_keys_that_parquet_fills_with_null_are_dropped(parquet):
 
 def test_text_prompts_other_columns_and_absent_extra_info_are_read(jsonl):
     record = {"question": "Why?", "data_source": "task", "reward_model": {"ground_truth": "so"}}
-    assert read_prompt_files([jsonl(record)], prompt_key="question") == [PromptRow("Why?", "task", "so", {})]
+    assert read_prompt_files([jsonl(record)], Columns(prompt_key="question")) == [PromptRow("Why?", "task", "so", {})]
 
 
 @pytest.mark.parametrize(
