@@ -145,9 +145,9 @@ def open_policy(config: Config) -> Iterator[_Measuring]:
         open_sampler(config, arch, tokenizer, mesh, nullcontext) as sampler,
     ):
         held_out = build_held_out(config, problems, sampler, rewards, nullcontext)
-        model, devices, *_ = describe(config, arch, problems, mesh, "xla")
         data = f"{sum(len(task.prompts) for task in problems.task_sets)} problems to evaluate on"
-        yield _Measuring(held_out, decode_weights, load, f"{model}; {devices}; {data}")
+        described = [*describe(config, arch, problems, mesh, "xla")[:2], data]
+        yield _Measuring(held_out, decode_weights, load, "; ".join(described))
 
 
 def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trained]:

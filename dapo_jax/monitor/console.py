@@ -257,7 +257,7 @@ def _fitted(value: float | None, width: int, most: int) -> str:
 def _evaluation_lines(metrics: Mapping[str, float], width: int) -> list[str]:
     """The held-out accuracy of each task set, as many per line as fit."""
     found = ((HELD_OUT.fullmatch(name), value) for name, value in metrics.items())
-    parts = [f"eval {match[1]} mean@{match[2]} {_number(value, '.3f')}" for match, value in found if match]
+    parts = [f"eval {match[1]} mean@{match[2]} {value:.3f}" for match, value in found if match]
     lines: list[str] = []
     for part in parts:
         if len(part) > width:  # a task set's name may be long
@@ -269,14 +269,10 @@ def _evaluation_lines(metrics: Mapping[str, float], width: int) -> list[str]:
     return lines
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
 def _format_value(value: Value) -> str:
     """Counts with thousands separators, measures with three decimals, the stages of a mapping without zeros."""
     if isinstance(value, Mapping):
         return ", ".join(f"{_STAGES.get(name, name)} {part:.0f}" for name, part in value.items() if part >= 0.5) or "-"
     if isinstance(value, str):
         return value
-    return _number(value, "," if isinstance(value, int) else ".3f")
+    return "-" if value is None else format(value, "," if isinstance(value, int) else ".3f")
