@@ -17,7 +17,6 @@ EASY = {
     "trainer.total_training_steps": 3,
     "trainer.test_freq": 3,
     "trainer.save_freq": 1,
-    "actor.ppo_micro_batch_size_per_device": 16,
 }
 SOLVED = r"the data is solved: (\d+) of \1 dropped groups were all right"
 
@@ -55,10 +54,9 @@ def test_a_solved_run_measures_its_policy_and_the_same_command_says_so_again(tmp
 @pytest.mark.parametrize(
     "changes",
     [
-        {"trainer.save_freq": 3},
         {"algorithm.filter_groups.backfill": "stream", "rollout.engine": "slots"},
         {"algorithm.filter_groups.skip_uniform.enable": True, "trainer.val_before_train": False},
-        {"algorithm.filter_groups.leftover": "carry", "monitor.console": "detailed"},
+        {"algorithm.filter_groups.leftover": "carry", "monitor.console": "detailed", "trainer.save_freq": 3},
     ],
 )
 def test_a_solved_run_goes_on_with_other_options_as_if_it_had_not_ended(tmp_path, monkeypatch, capsys, changes):
@@ -78,7 +76,8 @@ def test_a_solved_run_goes_on_with_other_options_as_if_it_had_not_ended(tmp_path
 @pytest.mark.slow
 def test_a_batch_ahead_without_groups_is_sampled_once_more_by_the_newer_policy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(meshes, "split_devices", lambda *_: (jax.devices()[:1], jax.devices()[1:2]))
-    config = ends_solved(monkeypatch, capsys, tmp_path, 3, {"trainer.rollout_ahead": 1})
+    ahead = {"trainer.rollout_ahead": 1, "actor.ppo_micro_batch_size_per_device": 16}
+    config = ends_solved(monkeypatch, capsys, tmp_path, 3, ahead)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2] and saved(tmp_path / "run") == [1, 2]
     (tmp_path / "own.py.solved").unlink()
     train(small_config(tmp_path / "run", **{**config, "trainer.total_training_steps": 4}))
