@@ -70,6 +70,7 @@ def places(tmp_path_factory, whole):
     """What the places of the table stand for, and those of option_values.yaml."""
     files = tmp_path_factory.mktemp("files")
     (files / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(0, 1, 2, 3, 4, 5, 6)))
+    (files / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(7, 8)))
     write_reward_model(files / "reward")
     own_function(
         files, "return {'score': 2.0 * (ground_truth in solution) - 1, 'acc': float(ground_truth in solution)}"

@@ -164,7 +164,6 @@ USES = (
         "data.task=files or evaluate.tasks",
         lambda config: config.data.task == "files" or any(task.files for task in _measured_sets(config)),
     ),
-    _use("data.prompt_key", "an empty data.prompt_template", lambda config: not config.data.prompt_template),
     _with("data.arithmetic.", "data.task", "arithmetic"),
     _with("data.reasoning_gym.", "data.task", "reasoning_gym"),
     _with("data.curriculum.floor|decay", "data.curriculum.enable", True),

@@ -26,7 +26,7 @@ from dapo_jax.config.derived import (
 )
 from dapo_jax.config.sections import Config, EvaluateConfig
 from dapo_jax.config.values import PATHS, number_problems, type_problems
-from dapo_jax.data.columns import template_parts
+from dapo_jax.data.columns import Columns, template_parts
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
@@ -119,12 +119,14 @@ def _missing(config: Config, training: bool) -> Iterator[str]:
 
 def _row_problems(config: Config, training: bool) -> Iterator[str]:
     weights, files = config.data.mixture, config.data.train_files
-    if training and weights and (len(weights) != len(files) or min(weights) <= 0):
+    if training and weights and files and (len(weights) != len(files) or min(weights) <= 0):
         yield (
             f"data.mixture={weights} must have a weight above 0 for each of the {len(files)} files of "
             "data.train_files: give as many, and leave out files that are not wanted"
         )
     if config.data.prompt_template:
+        if config.data.prompt_key != Columns.prompt_key:
+            yield f"data.prompt_key={config.data.prompt_key} is not read with data.prompt_template: leave one out"
         try:
             template_parts(config.data.prompt_template)
         except InputError as error:

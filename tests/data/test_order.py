@@ -49,3 +49,23 @@ def test_far_prompts_are_found_at_once_and_epochs_count_passes_through_the_rows(
 def test_no_rows_is_an_error():
     with pytest.raises(ValueError, match="num_rows=0 must be at least 1"):
         PromptOrder(0, seed=0, shuffle=True)
+
+
+def test_a_mixture_takes_of_each_file_what_its_weight_says_at_any_point():
+    order = PromptOrder(12, seed=3, shuffle=True, sizes=(7, 3, 2), weights=(1, 2.5, 0.5))
+    for q in range(200):
+        counts = order.counts(q)
+        assert sum(counts) == q and all(
+            abs(count - q * weight / 4) <= 1 for count, weight in zip(counts, (1, 2.5, 0.5), strict=True)
+        )
+    drawn = rows(order, 0, 400)
+    for file, (start, stop) in enumerate(((0, 7), (7, 10), (10, 12))):
+        mine = [row for row in drawn if start <= row < stop]
+        assert order.files(drawn).tolist().count(file) == len(mine) == order.counts(400)[file]
+        size = stop - start
+        epochs = [mine[begin : begin + size] for begin in range(0, len(mine) - size, size)]
+        assert all(sorted(epoch) == list(range(start, stop)) for epoch in epochs)
+    again = PromptOrder(12, seed=3, shuffle=True, sizes=(7, 3, 2), weights=(1, 2.5, 0.5))
+    assert [again.row(q) for q in reversed(range(400))] == drawn[::-1]
+    alone = PromptOrder(7, seed=3, shuffle=True)
+    assert [row for row in drawn if row < 7][:30] == rows(alone, 0, 30), "the first file's order is that of it alone"

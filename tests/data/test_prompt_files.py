@@ -136,25 +136,37 @@ def test_several_problems_are_reported_together_but_not_all_of_a_large_file(json
 def test_the_same_fault_of_all_rows_is_reported_once_with_the_columns(jsonl, monkeypatch):
     path = jsonl(*[{"text": "1 + 1", "target": "2"}] * 20, name="bad")
     lines = refusal(path)
-    assert [line.partition(": ")[2][:11] for line in lines] == ["prompt is m", "data_source", "reward_mode", ""]
+    assert [line.partition(": ")[2][:11] for line in lines] == [
+        "prompt is m",
+        "data_source",
+        "reward_mode",
+        "set data.pr",
+    ]
     assert all("bad.jsonl, all 20 rows: " in line for line in lines[:-1])
-    assert lines[-1].endswith("bad.jsonl has the columns text, target")
+    assert "bad.jsonl has the columns text, target: set data.prompt_template='{text}', " in lines[-1]
     monkeypatch.setattr(prompt_files, "MAX_BAD_ROWS", 5)
     assert "all 5 rows: prompt is missing" in refusal(path)[0]
 
 
 @pytest.mark.parametrize(
-    ("record", "script"),
+    ("record", "hint"),
     [
-        ({"question": "How many?", "answer": "2\n#### 2"}, "GSM8K as published: run scripts/data/prepare_gsm8k.py"),
-        ({"input": "How many?", "target": 2.0}, "MAWPS as published: run scripts/data/prepare_mawps.py"),
-        ({"question": "How many?", "result": "2"}, "MAWPS as published: run scripts/data/prepare_mawps.py"),
-        ({"ID": "2024-I-1", "Problem": "Find x.", "Answer": 204}, "scripts/data/prepare_aime.py"),
-        ({"prompt": "Find x.", "solution": "34"}, "scripts/data/prepare_math_dapo.py"),
+        (
+            {"question": "How many?", "answer": "2\n#### 2"},
+            "GSM8K as published, which hf://openai/gsm8k/main/train reads",
+        ),
+        ({"input": "How many?", "target": 2.0}, "set data.prompt_template='{input}', data.answer_key=target "),
+        ({"question": "3 + 4 =", "answer": "7"}, "set data.prompt_template='{question}', data.answer_key=answer "),
+        (
+            {"ID": "2024-I-1", "Problem": "Find x.", "Answer": 204},
+            "='{Problem}', data.answer_key=Answer .*reward.function=",
+        ),
+        ({"prompt": "Find x.", "solution": "34"}, "set data.answer_key=solution "),
+        ({"of": {"problem": "1 + 1"}, "key": 2}, "set data.prompt_template='{of.problem}', data.answer_key=COLUMN "),
     ],
 )
-def test_a_raw_data_set_is_named_with_its_script(record, script, parquet):
-    with pytest.raises(ValueError, match=f"has the columns .*this looks like .*{script}"):
+def test_rows_of_another_schema_are_named_with_the_options_that_read_them(record, hint, parquet):
+    with pytest.raises(ValueError, match=f"has the columns .*{hint}"):
         read_prompt_files([parquet(*[record] * 3)])
 
 
@@ -258,7 +270,7 @@ def test_what_is_no_prompt_file_is_named_with_the_cure(tmp_path, jsonl, parquet,
         "empty": r"is a directory: it has no .parquet or .jsonl",
         "saved/to_disk": r"is a directory of the library datasets: .* datasets.load_from_disk\(path\).to_parquet",
         "a.arrow": r"must end in one of .*: convert it by datasets.Dataset.from_file\(path\).to_parquet",
-        "rows.csv": "ends in '.csv', must end in one of .parquet, .jsonl.* no nested columns: write its rows as JSON",
+        "rows.txt": "ends in '.txt', must end in one of .parquet, .jsonl, .json, .csv",
         "rows.jsonl.gz": "unpack it",
         "someone/some-set": r"name a split of it, hf://someone/some-set/SPLIT.*dapo_jax\[hub\].* data.train_files",
         "openai/gsm8k": "`python scripts/data/prepare_gsm8k.py --download`.* data.train_files or data.val_files",
