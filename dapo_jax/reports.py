@@ -42,17 +42,21 @@ def summary(
         saved: the steps of the checkpoints.
     """
     workdir = Path(config.workdir)
-    accuracies = {row["step"]: mean_accuracy(row) for row in read_metrics(workdir)}
+    rows = read_metrics(workdir)
+    accuracies = {row["step"]: mean_accuracy(row) for row in rows}
+    trained = [row["rollout/acc/mean"] for row in rows if "rollout/acc/mean" in row]
     evaluated = [step for step, accuracy in accuracies.items() if accuracy is not None and step > 0]
     problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in task_sets)
     logdir = workdir if workdir.parent == Path(".") else workdir.parent  # there a run has the name of its directory
     lost = progress.best is not None and progress.best_step not in (0, *saved)
     reason = f"none: step {progress.best_step} was not saved or not kept (trainer.save_freq, trainer.keep_best_ckpt)"
-    harder = f"harder data in a new workdir with trainer.resume_from_path={config.workdir}, or other options here"
-    solved = [("end", progress.solved), ("to go on", harder)] if progress.solved else []
+    further = f"the same command with --config.trainer.total_training_steps={2 * progress.step}"
+    if progress.solved:
+        further = f"harder data in a new workdir with trainer.resume_from_path={config.workdir}, or other options here"
     tensorboard = [("TensorBoard", f"tensorboard --logdir {logdir}")]
     return [
-        *solved,
+        *([("end", progress.solved)] if progress.solved else []),
+        ("training accuracy", f"{trained[0]:.3f} -> {trained[-1]:.3f}" if trained else None),
         ("held-out accuracy before", accuracies.get(0)),
         ("held-out accuracy after", accuracies[evaluated[-1]] if evaluated else None),
         ("best", progress.best),
@@ -66,4 +70,5 @@ def summary(
         ("seconds per stage", dict(sorted(seconds.items(), key=lambda item: -item[1]))),
         *(tensorboard if "tensorboard" in config.trainer.logger else []),
         ("checkpoints", checkpoint_dir(config)),
+        *([] if config.trainer.total_epochs and not progress.solved else [("to go on", further)]),
     ]

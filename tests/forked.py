@@ -64,8 +64,8 @@ def run_together(processes: Sequence[Process], at_import: Mapping[str, str] | No
 
 
 def options(values: Mapping[str, Any]) -> list[str]:
-    """The command line of the tiny recipe with these options."""
-    return ["--config", "configs/tiny.py", *(f"--config.{name}={value}" for name, value in values.items())]
+    """The command line of the small recipe with these options."""
+    return ["--config", "tests/small_recipe.py", *(f"--config.{name}={value}" for name, value in values.items())]
 
 
 def together(port: int, process: int, number: int = 2) -> dict[str, Any]:

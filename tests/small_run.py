@@ -21,11 +21,13 @@ from dapo_jax.monitor.records import read_metrics
 from dapo_jax.training import train
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+RECIPE = Path(__file__).with_name("small_recipe.py")
 CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
 
 
-def load_config(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
+def load_config(name: str = "") -> Any:
+    """The recipe of that name; without a name, that of the tests."""
+    spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py" if name else RECIPE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,7 +36,7 @@ def load_config(name: str) -> Any:
 
 def small_config(workdir: Any, **changes: Any) -> Config:
     """Four steps on sums up to 4. What `changes` switch off has its default, as on the command line."""
-    values = load_config("tiny")
+    values = load_config()
     recipe = freeze(values)
     with values.unlocked():
         values.update_from_flattened_dict({"workdir": str(workdir), **SMALL, **changes})

@@ -42,7 +42,7 @@ from dapo_jax.rewards import arithmetic
 from dapo_jax.settings import actor_settings
 
 TABLE = yaml.safe_load((Path(__file__).parent / "bad_input.yaml").read_text())
-RECIPE = freeze(load_config("tiny"))
+RECIPE = freeze(load_config())
 RUN = {
     **BATCHES,
     "workdir": "DIR/run",

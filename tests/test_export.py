@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from shapes import mesh_of, one_device_mesh
-from small_run import CONFIGS, small_config
+from small_run import RECIPE, small_config
 
 from dapo_jax.base_models import read_model
 from dapo_jax.checkpoint import Checkpoints
@@ -107,7 +107,7 @@ def assert_transformers_has_the_tokenizer(path, expected):
 @pytest.mark.slow
 def test_the_command_exports_what_a_run_has_trained(whole, tmp_path, capsys):
     config, output = small_config(whole[0]), tmp_path / "deep" / "export"
-    command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={config.workdir}"]
+    command = ["--config", str(RECIPE), f"--config.workdir={config.workdir}"]
     main([*command, "--output", str(output), "--dtype", "float32"])
     assert f"after step 4 is in {output}, in float32" in capsys.readouterr().out
     assert_equal(loaded(output), whole[1])
@@ -248,7 +248,7 @@ def test_adapters_are_merged_or_written_alone_with_the_names_that_peft_reads(tmp
     assert described["lora_alpha"] == 3.0
 
     # The command takes the model from the run, whatever the recipe says, and refuses options that contradict it.
-    command = [f"--config={CONFIGS / 'tiny.py'}", f"--config.workdir={tmp_path / 'run'}", "--dtype=float32"]
+    command = [f"--config={RECIPE}", f"--config.workdir={tmp_path / 'run'}", "--dtype=float32"]
     main([*command, f"--output={tmp_path / 'again'}"])
     assert_equal(loaded(tmp_path / "again"), loaded(tmp_path / "merged"))
     line = capsys.readouterr().err
@@ -350,7 +350,7 @@ def test_without_a_checkpoint_or_into_something_nothing_is_written(tmp_path):
 
 
 def test_the_command_ends_with_one_line_on_what_is_wrong(tmp_path, capsys):
-    command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={tmp_path}", "--output", str(tmp_path / "out")]
+    command = ["--config", str(RECIPE), f"--config.workdir={tmp_path}", "--output", str(tmp_path / "out")]
     for argument, message in (("seed=0", "holds no config.json"), ("mesh.fsdp=3", "holds no config.json")):
         with pytest.raises(SystemExit) as error:
             main([*command, f"--config.{argument}"])

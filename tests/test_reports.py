@@ -90,3 +90,11 @@ def test_before_and_after_are_of_the_untrained_and_the_trained_policy(tmp_path, 
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = dict(summary(small_config(tmp_path), [], Progress(), {}, []))
     assert (table["held-out accuracy before"], table["held-out accuracy after"]) == (before, after)
+
+
+def test_the_table_has_the_training_accuracy_first_and_last_and_how_to_go_on(tmp_path):
+    rows = [{"step": 0}, {"step": 1, "rollout/acc/mean": 0.25}, {"step": 2, "rollout/acc/mean": 0.5}, {"step": 3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = dict(summary(small_config(tmp_path), [], Progress(step=3), {}, []))
+    assert table["training accuracy"] == "0.250 -> 0.500"
+    assert str(table["to go on"]).endswith("--config.trainer.total_training_steps=6")

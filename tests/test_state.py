@@ -12,7 +12,7 @@ import pytest
 from ends_within import ends_within
 from safetensors.numpy import load_file
 from small_run import (
-    CONFIGS,
+    RECIPE,
     assert_as_undisturbed,
     assert_same_policy,
     at_call,
@@ -125,7 +125,7 @@ def test_the_command_ends_with_the_chosen_code(tmp_path, monkeypatch, capsys, co
         "algorithm.filter_groups.enable": False,
     }
     last = "    return config"
-    recipe = (CONFIGS / "tiny.py").read_text().replace(last, f"    config.data.gen_batch_size = 32\n{last}")
+    recipe = RECIPE.read_text().replace(last, f"    config.data.gen_batch_size = 32\n{last}")
     (tmp_path / "recipe.py").write_text(recipe)
     with pytest.raises(SystemExit) as end:
         main([f"--config={tmp_path / 'recipe.py'}", *(f"--config.{name}={value}" for name, value in changes.items())])

@@ -59,12 +59,12 @@ ResumeMode = Literal["auto", "disable"]
 class ArithmeticConfig:
     """Generated problems "a operator b", read when data.task is "arithmetic"."""
 
-    operators: str = "+"  # any of + - *
+    operators: str = "+"  # any of + - * and >, the larger of the two
     low: int = 0  # smallest operand
     high: int = 50  # largest operand
     num_train: NotNegative[int] = 0  # problems to train on; 0 = all that are not held out
     num_heldout: NotNegative[int] = 64  # problems to evaluate on, never trained on
-    template: str = "{a} {operator} {b} ="  # text of the user's message
+    template: str = "{a} {operator} {b} ="  # text of the user's message; a single operator may be left out
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 
-OPERATORS = {"+": python_operators.add, "-": python_operators.sub, "*": python_operators.mul}
-COMMUTATIVE = "+*"
+OPERATORS = {"+": python_operators.add, "-": python_operators.sub, "*": python_operators.mul, ">": max}
+COMMUTATIVE = "+*>"
 
 Problem = tuple[int, str, int]  # a, operator, b
 
@@ -24,9 +24,9 @@ def arithmetic_rows(
     second order. The held-out rows do not depend on `num_train`.
 
     Args:
-        operators: some of "+-*", each once.
+        operators: some of "+-*>", each once; a > b asks for the larger.
         num_train: training problems; 0 = all that are not held out.
-        template: the prompt, with the fields {a}, {operator} and {b}.
+        template: the prompt, with the fields {a}, {b} and {operator}; a single operator may be left out.
 
     Raises:
         ValueError: arguments out of range, or too few problems exist.
@@ -76,10 +76,10 @@ def _check_arguments(operators: str, low: int, high: int, num_train: int, num_he
         fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
     except ValueError:  # a brace that is not closed
         fields = set()
-    if fields != {"a", "operator", "b"}:
+    if fields - {"operator"} != {"a", "b"} or (len(operators) > 1 and "operator" not in fields):
         raise InputError(
-            f"data.arithmetic.template={template!r} must have the fields {{a}}, {{operator}}, {{b}} and no others: "
-            "correct it"
+            f"data.arithmetic.template={template!r} must have the fields {{a}}, {{b}} and {{operator}} and no others "
+            "(a single operator may be left out): correct it"
         )
 
 

@@ -140,7 +140,7 @@ def training_config(*, small: bool) -> tuple[str, str]:
 
 
 def micro_batches(devices: int) -> dict[str, Any]:
-    """Options that divide a micro-batch of 32 responses, which both configs have, among the devices."""
+    """Options that divide a micro-batch of 32 responses among the devices."""
     return {"actor.ppo_micro_batch_size_per_device": max(32 // devices, 1)}
 
 

@@ -33,8 +33,10 @@ OF_A_RUN |= {"stream", "record"}  # checksums, also of memory that is free
 STAGES = ("gen", "reward", "update_actor", "testing", "save_checkpoint", "records", "anywhere")
 LONGEST_WAIT_S = 600.0  # for a stage to begin
 DEFAULTS = {  # many short steps, and groups that are carried from one to the next, so that there is much to lose
+    "data.arithmetic.operators": "+",  # sums, which it does not solve
     "data.arithmetic.high": "4",
     "data.arithmetic.num_heldout": "4",
+    "data.max_response_length": "4",
     "data.train_batch_size": "4",
     "data.gen_batch_size": "16",
     "actor.ppo_mini_batch_size": "2",

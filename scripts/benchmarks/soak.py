@@ -37,6 +37,7 @@ SETTINGS = (  # the policy stays as it is, so that the filter keeps as many grou
     "--config.trainer.save_freq=10",
     "--config.algorithm.filter_groups.max_num_gen_batches=0",
     "--config.data.arithmetic.high=4",
+    "--config.data.arithmetic.num_heldout=8",
 )
 COUNTS = ("live arrays", "live array bytes", "open files", "threads", "processes")
 MEMORY_SLACK = 0.02  # of the memory itself: what an allocator keeps or gives back

@@ -15,7 +15,7 @@ from waiting import LIMIT_S, wait_until
 from dapo_jax.command.interrupts import SENTENCES, sentence
 
 ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "configs" / "tiny.py")
+TINY = str(ROOT / "tests" / "small_recipe.py")
 EXPORT = "dapo_jax: interrupted: the model is incomplete and was not written; rerun the same command to export it\n"
 PROGRAM = """
 import signal, sys, time

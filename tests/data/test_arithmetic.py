@@ -32,6 +32,12 @@ def test_known_answers():
     assert [answers[problem] for problem in problems_of_all_signs] == ["-1", "1", "56", "16"]
 
 
+def test_the_larger_of_two_with_a_template_in_words():
+    train, heldout = make(operators=">", low=3, high=4, num_train=0, num_heldout=0, template="larger: {a} or {b}?")
+    answers = {row.prompt[0]["content"].removeprefix("larger: "): row.ground_truth for row in train}
+    assert answers == {"3 or 3?": "3", "3 or 4?": "4", "4 or 3?": "4", "4 or 4?": "4"} and heldout == []
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_heldout_problems_are_not_in_training_in_either_order(seed):
     train, heldout = make(seed=seed)

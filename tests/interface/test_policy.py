@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from small_run import RECIPE
 
 import dapo_jax as dx
 
@@ -18,7 +19,7 @@ SUMS = ["1 + 2 =", "3 + 4 ="]
 
 @pytest.fixture(scope="module")
 def config():
-    return dx.load_config("tiny", CHANGES)
+    return dx.load_config(str(RECIPE), CHANGES)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_an_exported_policy_is_the_same_policy(learnt, tmp_path):
     policy.export(tmp_path / "model", dtype="float32")
     with pytest.raises(dx.InputError, match="model.lora.rank=0"):
         policy.export(tmp_path / "other", adapter=True)
-    with dx.Policy(dx.load_config("tiny", CHANGES | {"model.path": str(tmp_path / "model")})) as exported:
+    with dx.Policy(dx.load_config(str(RECIPE), CHANGES | {"model.path": str(tmp_path / "model")})) as exported:
         np.testing.assert_allclose(exported.logprobs(samples), policy.logprobs(samples), atol=1e-6)
 
 
@@ -112,11 +113,11 @@ def test_what_does_not_fit_is_refused(policy):
         ),
     ):
         with pytest.raises(dx.InputError, match=message):
-            dx.Policy(dx.load_config("tiny", CHANGES | changes))
+            dx.Policy(dx.load_config(str(RECIPE), CHANGES | changes))
 
 
 def test_a_schedule_that_has_ended_is_refused():
-    with dx.Policy(dx.load_config("tiny", CHANGES | COSINE | {"trainer.total_training_steps": 2})) as policy:
+    with dx.Policy(dx.load_config(str(RECIPE), CHANGES | COSINE | {"trainer.total_training_steps": 2})) as policy:
         samples, rewards = policy.generate(SUMS), np.arange(8).reshape(2, 4) % 2
         assert [policy.step(samples, rewards)["actor/lr"] > 0 for _ in range(2)] == [True, True]
         with pytest.raises(dx.InputError, match="step 3 has a learning rate of 0, .*total_training_steps=2: raise it"):

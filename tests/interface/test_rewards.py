@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from small_run import RECIPE
 
 import dapo_jax as dx
 from dapo_jax.interface.configs import as_config
@@ -16,7 +17,7 @@ def short(text):
 
 @pytest.fixture
 def config(tmp_path):
-    return as_config(dx.load_config("tiny", {"workdir": str(tmp_path / "run")}))
+    return as_config(dx.load_config(str(RECIPE), {"workdir": str(tmp_path / "run")}))
 
 
 def test_one_function_or_name_takes_the_place_of_reward_function(config):

@@ -72,7 +72,7 @@ def test_the_first_run_trains_compares_and_exports(tmp_path, monkeypatch):
     text = printed(notebook, "dx.train(config)")
     assert "step 10/10  acc " in text and "\rtrain 10/10" in text and "image/png" in text
     assert re.search("11 records in .*runs/first_run_tiny_10", text)
-    assert "| 3 + 4 | '" in printed(notebook, "after = answers")
+    assert "| 3 > 4 | '" in printed(notebook, "after = answers")
     assert "model.safetensors" in printed(notebook, "result.export")
     assert "step 5/5" in printed(notebook, "reward=says_it")
 

@@ -19,7 +19,7 @@ from dapo_jax.command.command_line import read_config
 from dapo_jax.export import export
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-TINY = str(SCRIPTS.parent / "configs/tiny.py")
+TINY = str(SCRIPTS.parent / "tests/small_recipe.py")
 HOST_NUMBERS = ("HOST", "TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID")
 VARIABLES = (*HOST_NUMBERS, "CONFIG", "OUTPUT", "TOPOLOGY", "DAPO_FILE", "AIME_FILE")
 
