@@ -33,5 +33,6 @@ def get_config() -> Any:
     config.actor.clip_ratio_c = 3.0
     config.critic.optim.lr = 5e-5
     config.trainer.total_training_steps = 28
+    config.trainer.save_freq = 14
     config.trainer.critic_warmup = 1
     return config

@@ -97,6 +97,18 @@ ACTING = {  # each on top of naive GRPO, beside the metric that it is meant to m
     "overlong filtering": {"algorithm.overlong_filtering": "True"},  # truncation
     "soft overlong punishment": PUNISHMENT,  # truncation
 }
+LONGER_QUICKSTART = {  # the recipe until it was made to fit five minutes
+    "data.arithmetic.high": "50",
+    "data.arithmetic.num_heldout": "128",
+    "data.max_response_length": "14",
+    "rollout.decode_chunk_length": "13",
+    "actor.optim.lr": "3e-4",
+    "actor.optim.lr_scheduler_type": "cosine",
+    "actor.optim.min_lr_ratio": "0.1",
+    "trainer.total_training_steps": "38",
+    "trainer.test_freq": "19",
+    "trainer.save_freq": "19",
+}
 TEACHER = {"algorithm.distillation.path": "runs/quickstart"}  # bash scripts/quickstart.sh trains it
 COMPARISONS = {
     "quickstart": Comparison("configs/quickstart.py", {"DAPO": {}}),
@@ -111,6 +123,7 @@ COMPARISONS = {
             },
             "DAPO and teacher": TEACHER,
         },
+        shared=LONGER_QUICKSTART,
     ),
     "dapo": Comparison(
         "configs/sums.py",
