@@ -46,6 +46,7 @@ TRAIN = [
         **BATCHES,
         "trainer.test_freq": -1,
         "trainer.val_before_train": False,
+        "evaluate.n": 4,
         "reward.num_workers": 1,
         "algorithm.filter_groups.max_num_gen_batches": 0,
     }.items()
