@@ -211,7 +211,7 @@ def again(number: int) -> str:
 def command(changes: dict[str, Any]) -> str:
     """What runs the combination on one device."""
     options = [shlex.quote(f"--config.{key}={value}") for key, value in (SMALL | changes).items()]
-    return " ".join(["JAX_NUM_CPU_DEVICES=1 python -m dapo_jax.train --config configs/tiny.py", *options])
+    return " ".join(["JAX_NUM_CPU_DEVICES=1 python -m dapo_jax.train --config tests/small_recipe.py", *options])
 
 
 def test_each_option_is_combined_with_others_or_left_out_for_a_reason():
