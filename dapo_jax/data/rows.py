@@ -20,6 +20,11 @@ class PromptRow:
     file: int = field(default=0, compare=False)  # its place in data.train_files
 
     @property
+    def columns(self) -> dict:
+        """What a reward function gets as extra_info: that of the row, and its prompt."""
+        return {"prompt": self.prompt, **self.extra_info}
+
+    @property
     def truth_text(self) -> str:
         """The ground truth as text: itself, or its JSON."""
         return self.ground_truth if isinstance(self.ground_truth, str) else json.dumps(self.ground_truth)

@@ -70,8 +70,8 @@ def train(
 
     Args:
         config: in any form that `load_config` or `default_config` gives, or a recipe's name.
-        reward: instead of the config's: a function of the response's text, which may also take the ground truth, and
-            extra_info (or all four arguments of docs/data.md), and returns a number or a dict with "score"; or several
+        reward: instead of the config's: a function of the response's text, which may also take the ground truth, or in
+            another form of docs/data.md, and returns a number or a dict with "score"; or several
             by name with their weights, {"correct": (function, 1.0), "short": (other, 0.1)}, whose weighted sum is the
             score, while the first alone is `acc`; or a list of them. A function that worker processes can load runs
             there, with limits of time and memory: one of a module, or one of a notebook that uses only imports, plain

@@ -1,37 +1,52 @@
-"""Host: the user's own reward function: finds it by name and checks its signature."""
+"""Host: the user's own reward function in any of its forms, as one that takes four arguments."""
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 import types
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dapo_jax.errors import InputError
+from dapo_jax.rewards.messages import WRONG_RESULT
 
-RULE = "score(data_source, solution, ground_truth, extra_info) -> float | dict"
-_FOLDER = "folder_of_reward_function"  # a package, so that the file can use relative imports
+RULE = (
+    "f(text, truth), f(data_source, solution, ground_truth, extra_info) as verl's, or f(completions, **columns) as "
+    "TRL's, and return a number or a dict with 'score' (TRL's: a list of one)"
+)
+PROMPT = "prompt"  # in extra_info: the row's chat messages, or its text
 _ALL = ("data_source", "solution", "ground_truth", "extra_info")
-_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl passes them by name
-
-
-def file_and_function(name: str) -> tuple[Path, str] | None:
-    """The two parts of FILE.py:function; None for a name of another form."""
-    file, _, function = name.rpartition(":")
-    return (Path(file).expanduser(), function) if file.endswith(".py") else None
+_NAMES = {**{name: name for name in _ALL}, "text": "solution", "solution_str": "solution", "truth": "ground_truth"}
+_TRUTHS = ("ground_truth", "answer", "solution")  # columns that mean the ground truth to TRL's users, unless they exist
+_TOKENS = ("prompt_ids", "completion_ids")  # what TRL also passes, and no function gets here
+_LOOPS = threading.local()  # one per thread: clients that a function keeps stay usable from call to call
 
 
 def load_function(name: str) -> Callable[..., Any]:
     """The function at package.module.function or FILE.py:function, callable with four positional arguments.
 
     Raises:
-        InputError: it does not exist, its module does not load, or it does not take the four arguments.
+        InputError: it does not exist, its module does not load, or it has none of the forms.
         MemoryError: its module needs more memory than the process may use.
     """
-    in_file = file_and_function(name)
-    rule = f"reward.function={name!r} must be a path package.module.function or FILE.py:function"
+    return called_with_four(f"reward.function={name!r}", _loaded(name))
+
+
+def _file_and_function(name: str) -> tuple[Path, str] | None:
+    """The two parts of FILE.py:function; None for a name of another form."""
+    file, _, function = name.rpartition(":")
+    return (Path(file).expanduser(), function) if file.endswith(".py") else None
+
+
+def _loaded(name: str) -> Callable[..., Any]:
+    """The function at package.module.function or FILE.py:function."""
+    in_file, given = _file_and_function(name), f"reward.function={name!r}"
+    rule = f"{given} must be a path package.module.function or FILE.py:function"
     if in_file is None and name.endswith(".py"):
         raise InputError(f"{rule}: add the name of the function, {name}:FUNCTION")
     module_name, function_name = name.rpartition(".")[::2] if in_file is None else (str(in_file[0]), in_file[1])
@@ -42,23 +57,24 @@ def load_function(name: str) -> Callable[..., Any]:
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(f"reward.function={name!r} does not load: {_import_failure(module_name, error)}") from error
+        raise InputError(f"{given} does not load: {_import_failure(module_name, error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         named = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         there = f" (it has {', '.join(named[:5])})" if named and in_file is not None else ""
         raise InputError(f"{rule}, but {module_name!r} has no function {function_name!r}{there}: correct the path")
-    return called_by_position(name, function)
+    return function
 
 
 def _run_file(path: Path) -> types.ModuleType:
     """Imports a file, which may import other files of its folder, by name or relatively."""
     folder = str(path.absolute().parent)
-    sys.path.insert(0, folder)
-    package = types.ModuleType(_FOLDER)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    package = types.ModuleType(f"folder_{zlib.crc32(folder.encode()):08x}")
     package.__path__ = [folder]
-    sys.modules[_FOLDER] = package
-    spec = importlib.util.spec_from_file_location(f"{_FOLDER}.{path.stem.replace('.', '_')}", path)
+    sys.modules[package.__name__] = package
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem.replace('.', '_')}", path)
     assert spec is not None and spec.loader is not None  # as it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -81,76 +97,110 @@ def _import_failure(module_name: str, error: BaseException) -> str:
     return f"importing {module_name!r} failed with {type(error).__name__}: {error}: correct the module"
 
 
-def called_by_position(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, or a wrapper that passes the four arguments by verl's names. InputError if it takes neither."""
-    must = f"reward.function={name!r} must be {RULE}"
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise InputError(f"{must}, but it is async: write a plain function, for example one that calls asyncio.run")
+def called_with_four(given: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of any form, as one of four positional arguments whose result has been awaited.
+
+    Args:
+        given: how the user named it, for messages.
+
+    Raises:
+        InputError: it has none of the forms.
+    """
     try:
-        signature = inspect.signature(function)
+        parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):  # some built-in functions have none
-        return function
-    short = name.rpartition(".")[2].rpartition(":")[2]
-    if "completions" in signature.parameters:
-        raise InputError(
-            f"{must}, but it takes {signature}, as TRL's reward functions do: wrap it, for example def score("
-            f"data_source, solution, ground_truth, extra_info): return {short}(completions=[[{{'role': 'assistant', "
-            "'content': solution}]], ground_truth=[ground_truth])[0]"
-        )
-    by_name, by_position = _bind_error(signature, by_name=True), _bind_error(signature, by_name=False)
-    of_verl = "solution_str" in signature.parameters
-    if by_name is not None and by_position is not None:
-        called = f"the names {', '.join(_VERL)}, as verl calls it" if of_verl else "four positional arguments"
-        raise InputError(
-            f"{must}, but it takes {signature} and cannot be called with {called} "
-            f"({by_name if of_verl else by_position}): change its parameters"
-        )
-    if by_position is None and not (of_verl and by_name is None):
-        return function
+        return lambda *values: _awaited(function(*values))
+    if "completions" in parameters:
+        return _of_trl(given, function, parameters)
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
+        _check(given, function, lambda signature: signature.bind(*_ALL))
+        return lambda *values: _awaited(function(*values))
+    chosen = taken(given, function)
+    by_order = [
+        name for name in chosen if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY
+    ]
 
     def score(*values: Any) -> Any:
-        return function(**dict(zip(_VERL, values, strict=True)))
+        found = {name: values[_ALL.index(argument)] for name, argument in chosen.items()}
+        first = [found.pop(name) for name in by_order]
+        return _awaited(function(*first, **found))
 
     return score
 
 
-def _bind_error(signature: inspect.Signature, *, by_name: bool) -> TypeError | None:
-    """Why the signature does not accept verl's names, or four positional arguments; None if it does."""
-    try:
-        signature.bind(**dict.fromkeys(_VERL)) if by_name else signature.bind(*_VERL)
-    except TypeError as error:
-        return error
-    return None
+def taken(given: str, function: Callable[..., Any]) -> dict[str, str]:
+    """Which of the four arguments each parameter gets.
 
-
-def called_with_four(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which takes the first arguments of `taken`, as one that takes all four. InputError if it cannot."""
-    chosen = taken(name, function)
-    if len(chosen) == len(_ALL):
-        return called_by_position(name, function)
-    indices = [_ALL.index(argument) for argument in chosen]
-    return lambda *values: function(*(values[index] for index in indices))
-
-
-def taken(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of the four arguments a function takes: in a session fewer than four will do.
-
-    A parameter with the name of an argument gets that one. Others get, in their order, what is left of solution,
-    ground_truth and extra_info. Other parameters with a default keep it.
+    A parameter with the name of an argument (or text, truth, verl's solution_str) gets that one. Others get, in their
+    order, what is left of solution, ground_truth and extra_info, or of all four if there are four. Other parameters
+    with a default keep it, but for the fourth of three that are needed.
 
     Raises:
-        InputError: it takes none, or more than four.
+        InputError: it takes none, more than four, or one twice.
     """
+    parameters = list(inspect.signature(function).parameters.values())
+    plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    read = [one for one in plain if one.default is one.empty or one.name in _NAMES]
+    if read == plain[:3] and len(plain) > 3 and _NAMES.get(plain[0].name, "data_source") == "data_source":
+        read = plain[:4]
+    if not read and len(parameters) > len(plain):
+        return {"data_source": "data_source", "solution_str": "solution", **{name: name for name in _ALL[2:]}}
+    known = [_NAMES[one.name] for one in read if one.name in _NAMES]
+    left = iter([argument for argument in _ALL[len(read) < 4 :] if argument not in known])
+    found = {one.name: _NAMES.get(one.name) or next(left, None) for one in read}
+    if not read or None in found.values() or len({*found.values()}) < len(found):
+        _refuse(given, function, f"takes {inspect.signature(function)}: change its parameters")
+    return {name: argument for name, argument in found.items() if argument is not None}
+
+
+def _of_trl(given: str, function: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
+    """A function of TRL's form: it gets lists of one, and each column of the row that it names, or all by **columns."""
+    for name in _TOKENS:
+        if name in parameters and parameters[name].default is inspect.Parameter.empty:
+            _refuse(given, function, f"takes {name}, and no token ids are passed here: leave the parameter out")
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+    def score(data_source: str, solution: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+        prompt = extra_info.get(PROMPT, "")
+        completion = solution if isinstance(prompt, str) else [{"role": "assistant", "content": solution}]
+        columns = dict.fromkeys(_TRUTHS, ground_truth) | {"data_source": data_source, "extra_info": extra_info}
+        columns |= {**extra_info, "prompts": prompt, "completions": completion}
+        chosen = {name: [value] for name, value in columns.items() if takes_all or name in parameters}
+        missing = [name for name, one in parameters.items() if one.default is one.empty and name not in chosen]
+        if missing := [name for name in missing if parameters[name].kind is not inspect.Parameter.VAR_KEYWORD]:
+            raise TypeError(
+                f"TRL's form gets columns by name, and the row has no {missing[0]}, only {', '.join(columns)}"
+            )
+        found = _awaited(function(**chosen))
+        if isinstance(found, str | dict) or not hasattr(found, "__len__") or len(found) != 1:
+            raise TypeError(
+                f"{WRONG_RESULT} a list of one score for a list of one completion, as in TRL, not {found!r:.80}"
+            )
+        return found[0]
+
+    return score
+
+
+def _awaited(result: Any) -> Any:
+    """The result of a call, of an async function too."""
+    if not inspect.isawaitable(result):
+        return result
+    if not hasattr(_LOOPS, "runner"):
+        _LOOPS.runner = asyncio.Runner()
+
+    async def wait() -> Any:
+        return await result
+
+    return _LOOPS.runner.run(wait())
+
+
+def _check(given: str, function: Callable[..., Any], bind: Callable[[inspect.Signature], Any]) -> None:
+    signature = inspect.signature(function)
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some built-in functions have none
-        return _ALL
-    names = {**dict(zip(_VERL, _ALL, strict=True)), "solution": "solution"}
-    read = [one for one in parameters if one.default is one.empty or one.name in names]
-    positional = all(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in read)
-    if not positional or not 0 < len(read) < len(_ALL) or any(one.name == "completions" for one in read):
-        called_by_position(name, function)
-        return _ALL
-    given = [names.get(one.name) for one in read]
-    left = iter([argument for argument in _ALL[1:] if argument not in given])
-    return tuple(argument or next(left) for argument in given)
+        bind(signature)
+    except TypeError as error:
+        _refuse(given, function, f"takes {signature} ({error}): change its parameters")
+
+
+def _refuse(given: str, function: Callable[..., Any], reason: str) -> None:
+    raise InputError(f"{given} must be {RULE}, but it {reason}")

@@ -14,46 +14,32 @@ from typing import Any
 
 from dapo_jax.config.function_names import name_of
 from dapo_jax.errors import InputError
-from dapo_jax.rewards.own_function import called_with_four, taken
+from dapo_jax.rewards.own_function import called_with_four
 
-_CALLED = "reward_with_four_arguments"
+_DEF = "def ", "async def "
 
 
 def reward_name(function: Callable[..., Any], folder: str | Path, label: str = "function") -> str | None:
-    """The name of `function` for reward.function; None if only this process can call it.
+    """The name of `function`, of any form, for reward.function; None if only this process can call it.
 
-    - A function of a module or file that takes the four arguments: package.module.NAME or FILE.py:NAME.
-    - Any other function of a module, and one of a notebook, a script or the prompt: FILE.py:NAME of a file
-      `folder`/reward_{label}.py, which is written. Of the latter, the file holds the source, with what it uses of its
-      namespace: imports, plain values and functions of the same kind.
+    - A function of a module or file: package.module.NAME or FILE.py:NAME.
+    - One of a notebook, a script or the prompt: FILE.py:NAME of a file `folder`/reward_{label}.py, which is written. It
+      holds the source, with what that uses of its namespace: imports, plain values and functions of the same kind.
     - None for a lambda, a method, or a function that uses anything else.
 
-    Args:
-        function: takes the arguments that `taken` says.
-
     Raises:
-        InputError: it cannot be called with them.
+        InputError: it has none of the forms.
     """
-    arguments = taken("", function)
-    called_with_four("", function)
-    named = None if getattr(function, "__module__", None) == "__main__" else _name(function)
-    if named and len(arguments) == 4:
+    called_with_four("reward", function)
+    if getattr(function, "__module__", None) != "__main__" and (named := _name(function)):
         return named
-    name = getattr(function, "__name__", "")
-    if named and ".py:" not in named:
-        code = f"from {named.rpartition('.')[0]} import {name}\n"
-    else:
-        code = self_contained(function)
+    code = self_contained(function)
     if code is None:
         return None
-    if len(arguments) < 4:
-        code += f"\n\ndef {_CALLED}(data_source, solution, ground_truth, extra_info):\n"
-        code += f"    return {name}({', '.join(arguments)})\n"
-        name = _CALLED
     file = Path(folder).absolute() / f"reward_{label}.py"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(code, encoding="utf-8")
-    return f"{file}:{name}"
+    return f"{file}:{function.__name__}"
 
 
 def _name(function: Callable[..., Any]) -> str | None:
@@ -71,8 +57,8 @@ def self_contained(function: Callable[..., Any]) -> str | None:
 
 
 def _file(imports: dict[str, None], parts: dict[str, str]) -> str:
-    values = [part for part in parts.values() if not part.startswith("def ")]
-    functions = [part for part in parts.values() if part.startswith("def ")]
+    values = [part for part in parts.values() if not part.startswith(_DEF)]
+    functions = [part for part in parts.values() if part.startswith(_DEF)]
     return "\n\n".join(filter(None, ["\n".join([*imports, *values]), *functions]))
 
 
@@ -122,7 +108,11 @@ def _source(function: types.FunctionType) -> str | None:
         [node] = ast.parse(source).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.name != function.__name__:
+    if (
+        not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        or node.decorator_list
+        or node.name != function.__name__
+    ):
         return None
     if any(isinstance(part, ast.Global) for part in ast.walk(node)):
         return None

@@ -86,8 +86,7 @@ def try_function(row: PromptRow, name: str, verifiers: Verifiers) -> list[Verdic
         if WRONG_RESULT in error:
             raise InputError(
                 f"{described(name)} returns no verdict on the made-up response {text[:60]!r} to {row.origin} "
-                f"({error.removeprefix('ValueError: ')}): it must be {RULE}, with a finite number or a dict that has "
-                "one as 'score' for every response"
+                f"({error.removeprefix('ValueError: ')}): it must be {RULE}: a finite number for every response"
             )
     if len(failed) == len(texts):
         raise InputError(
@@ -115,7 +114,7 @@ def _judged(row: PromptRow, texts: list[str], name: str, verifiers: Verifiers) -
     """The verdicts on `texts`, in order, that arrive within TRIAL_S: a slow function does not delay the start."""
     end, verdicts = time.monotonic() + TRIAL_S, []
     for text in texts:
-        verdict = verifiers.submit(ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info))
+        verdict = verifiers.submit(ScoreRequest(row.data_source, text, row.ground_truth, row.columns))
         try:
             verdicts.append(verdict.result(timeout=max(end - time.monotonic(), 0.0)))
         except TimeoutError:

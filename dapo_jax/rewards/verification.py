@@ -46,7 +46,7 @@ class Verification:
             self.texts[index] = text
             if self._process_of(index) == jax.process_index():
                 row = self._rows[index // self.num_samples]
-                request = ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info, row.question)
+                request = ScoreRequest(row.data_source, text, row.ground_truth, row.columns, row.question)
                 self._asked[index] = request, self._verifiers.submit(request)
         self._on_ended(len(ended))
 

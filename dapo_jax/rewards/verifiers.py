@@ -1,7 +1,8 @@
 """Host: verifiers by name, by data source, or by the path of your own function.
 
-A verifier is `score(data_source, solution, ground_truth, extra_info) -> float | dict`. The dict has "score", and
-optionally "acc" (1 or 0, which the group filter compares), "pred" (the answer as text) and other named numbers.
+A verifier is `score(data_source, solution, ground_truth, extra_info) -> float | dict`; `own_function` makes one of a
+function of another form. The dict has "score", and optionally "acc" (1 or 0, which the group filter compares), "pred"
+(the answer as text) and other named numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +99,7 @@ def load_verifier(name: str, own: Mapping[str, Callable[..., Any]] = NO_OWN, *, 
         pattern: of the verifier `format`.
 
     Raises:
-        InputError: it does not exist, its module does not load, or it does not take the four arguments.
+        InputError: it does not exist, its module does not load, or it has none of the forms of `own_function`.
         MemoryError: its module needs more memory than the process may use.
     """
     if is_weighted(name):
@@ -115,7 +116,7 @@ def load_verifier(name: str, own: Mapping[str, Callable[..., Any]] = NO_OWN, *, 
     if is_of_session(name):
         if (function := own.get(name.removeprefix(OF_SESSION))) is None:
             raise InputError(session_problem(name))
-        return called_with_four(name, function)
+        return called_with_four(f"reward.function={name!r}", function)
     if "." not in name:
         raise InputError(
             f"reward.function={name!r} must be one of {', '.join(VERIFIERS)}, or the path of your own function, "

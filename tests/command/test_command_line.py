@@ -21,7 +21,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.parallel import endings
 from dapo_jax.parallel.memory import FRACTION
 
-TINY = str(Path(__file__).parents[2] / "configs" / "tiny.py")
+TINY = str(Path(__file__).parents[1] / "small_recipe.py")
 FILTER = "algorithm.filter_groups"
 
 
@@ -82,7 +82,7 @@ FOR_EXAMPLE = "give a recipe (`dapo-jax configs` lists them), for example --conf
             ],
         ),
         (["--config=nowhere.py"], ["--config=nowhere.py is not a file", FOR_EXAMPLE]),
-        ([f"--config={os.path.dirname(TINY)}"], ["configs is not a file", FOR_EXAMPLE]),
+        ([f"--config={os.path.dirname(TINY)}"], ["tests is not a file", FOR_EXAMPLE]),
     ],
 )
 def test_a_wrong_argument_is_refused_and_named(arguments, messages):
@@ -99,7 +99,7 @@ def test_a_config_file_may_be_given_alone():
     for arguments, message in (
         ([], "--config is missing: give a recipe"),
         (["nowhere.py"], "--config=nowhere.py is not a file"),
-        ([TINY, TINY.replace("tiny", "gsm8k")], "--config is missing|unexpected arguments"),
+        ([TINY, TINY.replace("small_recipe", "gsm8k")], "--config is missing|unexpected arguments"),
         (["--config", TINY, "other.py"], "unexpected arguments"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -17,35 +17,46 @@ def own(tmp_path, monkeypatch):
     return load
 
 
-@pytest.mark.parametrize(
-    ("parameters", "reason"),
-    [
-        ("solution, ground_truth", "cannot be called with four positional arguments"),
-        ("*, data_source, solution, ground_truth, extra_info", "cannot be called with four positional arguments"),
-        ("a, b, c, d, e", "cannot be called with four positional arguments"),
-        ("solution_str, ground_truth", "cannot be called with the names data_source, solution_str"),
-        ("completions, **kwargs", "as TRL's reward functions do: wrap it"),
-        ("prompts, completions, ground_truth, extra", "as TRL's reward functions do: wrap it"),
-    ],
-)
-def test_a_function_that_cannot_be_called_is_named_with_its_parameters(parameters, reason, own):
+@pytest.mark.parametrize("parameters", ["", "a, b, c, d, e", "solution, text", "completions, completion_ids"])
+def test_a_function_of_no_form_is_named_with_its_parameters(parameters, own):
     with pytest.raises(ValueError) as error:
         own(f"def score({parameters}): return 1.0")
-    assert reason in str(error.value) and f"takes ({parameters})" in str(error.value)
-    assert "must be score(data_source, solution, ground_truth, extra_info) -> float | dict" in str(error.value)
+    assert "own.py:score' must be f(text, truth), f(data_source, solution, ground_truth, extra_info)" in str(
+        error.value
+    )
+    assert f"takes ({parameters})" in str(error.value) or "takes completion_ids, and no token ids" in str(error.value)
 
 
-def test_an_async_function_is_refused(own):
-    code = "async def score(*a): return 1.0\nclass Judge:\n  async def __call__(self, *a): return 1.0\njudge = Judge()"
-    for name in ("score", "judge"):
-        with pytest.raises(ValueError, match="it is async: write a plain function"):
-            own(code, name)
+def test_an_async_function_is_awaited_in_one_loop(own):
+    code = "import asyncio\nloops = set()\nasync def score(text, truth):\n    await asyncio.sleep(0)\n"
+    code += "    loops.add(asyncio.get_running_loop())\n    return len(loops) + 2.0 * (text == truth)"
+    score = own(code)
+    assert [score("any", "2", "2", {}), score("any", "3", "2", {})] == [3.0, 1.0], "clients that it keeps stay usable"
+
+
+def test_the_form_of_trl_gets_lists_of_one_and_the_columns_that_it_names(own):
+    info = {"prompt": [{"role": "user", "content": "1 + 1"}], "level": 3}
+    score = own(
+        "def score(prompts, completions, answer, level, **rest): return [(prompts, completions, answer, level)]"
+    )
+    said = [{"role": "assistant", "content": "2"}]
+    assert score("sums", "2", "2", info) == ([info["prompt"]], [said], ["2"], [3])
+    score = own("async def score(completions, ground_truth): return [float(completions == ground_truth)]")
+    assert score("sums", "2", "2", {"prompt": "1 + 1"}) == 1.0, "a prompt that is text has a completion that is text"
+    assert own("def score(completions, **columns): return [None]")("sums", "2", "2", info) is None
+    with pytest.raises(TypeError, match="gets columns by name, and the row has no grade, only ground_truth, answer"):
+        own("def score(completions, grade): return [1.0]")("sums", "2", "2", info)
+    for result in ("1.0", "[1.0, 2.0]", "'a'"):
+        with pytest.raises(TypeError, match="verifier must return a list of one score"):
+            own(f"def score(completions): return {result}")("sums", "2", "2", info)
 
 
 @pytest.mark.parametrize(
     ("parameters", "given"),
     [
         ("a, b, c, d", "a, b, c, d"),
+        ("a, b, /, c, d", "a, b, c, d"),
+        ("*, extra_info, text, truth, data_source", "data_source, text, truth, extra_info"),
         ("*arguments", "arguments"),
         ("a, b, c, d=None, e=3", "a, b, c, d"),
         (
@@ -107,3 +118,7 @@ def test_what_cannot_be_loaded_is_named_with_the_cure(name, reason, tmp_path, mo
     name = name.replace("DIR", str(tmp_path))
     with pytest.raises(ValueError, match=f"reward.function='{name}' .*{reason.replace('DIR', str(tmp_path))}"):
         load_function(name)
+
+
+def test_a_function_of_two_arguments_needs_no_wrapper(own):
+    assert own("def score(text, truth): return float(text == truth)")("any", "7", "7", {}) == 1.0

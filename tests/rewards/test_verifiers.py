@@ -38,7 +38,9 @@ def test_auto_names_an_unknown_data_source_and_the_cures():
 
 
 def test_a_dotted_path_is_your_own_function():
-    assert verifiers.load_verifier("dapo_jax.rewards.gsm8k.score") is verifiers.VERIFIERS["gsm8k"].score
+    own, built_in = verifiers.load_verifier("dapo_jax.rewards.gsm8k.score"), verifiers.VERIFIERS["gsm8k"].score
+    for solution in ("#### 34", "34"):
+        assert own("any", solution, "34", {}) == built_in("any", solution, "34", {})
 
 
 def test_a_verifier_that_cannot_be_loaded_is_named_with_the_reason():
