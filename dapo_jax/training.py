@@ -32,7 +32,7 @@ from dapo_jax.monitor.alarms import raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
 from dapo_jax.monitor.recipe import write_recipe
-from dapo_jax.monitor.records import RunRecords, write_config
+from dapo_jax.monitor.records import OnStep, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.trackers import is_own, own_tracker
 from dapo_jax.monitor.weights_and_biases import check_installed
@@ -56,11 +56,12 @@ logger = logging.getLogger("dapo_jax.train")  # the command's
 RERUN = "rerun the same command"
 
 
-def train(config: Config, *, own: Own = NO_OWN) -> Models:
+def train(config: Config, *, own: Own = NO_OWN, on_step: OnStep = lambda step, metrics: None) -> Models:
     """Trains by `config` and returns the final state of each model.
 
     Args:
         own: reward functions of this Python session, which reward.function and functions name python:NAME, by NAME.
+        on_step: called in the first process with each row of the metrics: the step (0 = before training) and numbers.
 
     Raises:
         ValueError: the config, the model, the data or the mesh do not fit together.
@@ -75,10 +76,10 @@ def train(config: Config, *, own: Own = NO_OWN) -> Models:
     detailed, process = config.monitor.console == "detailed", jax.process_index()
     also = (filter_log.LOGGER,) if config.monitor.filter_log else ()
     with open_workdir(config.workdir, detailed=detailed, also=also, process=process) as workdir:
-        return _train(config, workdir, own)
+        return _train(config, workdir, own, on_step)
 
 
-def _train(config: Config, workdir: Workdir, own: Own) -> Models:
+def _train(config: Config, workdir: Workdir, own: Own, on_step: OnStep) -> Models:
     """`train` in an open work directory."""
     start, given = time.time(), config.workdir
     config = with_downloads(pinned(in_folder(config, workdir.folder)))
@@ -108,7 +109,7 @@ def _train(config: Config, workdir: Workdir, own: Own) -> Models:
                     rewind_log(config.workdir, progress.log_bytes)
                     write_run_id(config.workdir, run_id)
                     workdir.upload(RUN_ID)  # before a checkpoint has it
-                with open_records(config, progress if origin else None, workdir.upload) as records:
+                with open_records(config, progress if origin else None, workdir.upload, on_step) as records:
                     records.describe(options(config), results(run.problems.task_sets))
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.monitor.console.close()
@@ -127,7 +128,9 @@ def _train(config: Config, workdir: Workdir, own: Own) -> Models:
     return state.models
 
 
-def open_records(config: Config, progress: Progress | None, upload: Callable[[str], None]) -> RunRecords:
+def open_records(
+    config: Config, progress: Progress | None, upload: Callable[[str], None], on_step: OnStep
+) -> RunRecords:
     """Opens the records and drops the rows of steps that will be repeated.
 
     Args:
@@ -147,6 +150,7 @@ def open_records(config: Config, progress: Progress | None, upload: Callable[[st
         logger=trainer.logger,
         project_name=trainer.project_name,
         experiment_name=trainer.experiment_name,
+        on_step=on_step,
     )
 
 

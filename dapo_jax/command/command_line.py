@@ -16,6 +16,7 @@ from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.command.interrupts import EXIT_CODE, finish, sentence, undone
 from dapo_jax.command.option_uses import PUT_BACK, put_back, without_switched_off
+from dapo_jax.config.aliases import FROM_MEMORY
 from dapo_jax.config.files import EXAMPLE, read_config_file
 from dapo_jax.config.recipes import recipe_file
 from dapo_jax.config.sections import Config
@@ -169,6 +170,7 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:
         if not path:
             raise InputError(f"--config is missing: {EXAMPLE} (-h: help)")
         chosen = read_config_file(path)
+        overrides = [re.sub(r"^(--?)?(?=([a-z_.\d]+)=)", _prefix, one) for one in overrides]
         keys = _chosen_keys(overrides, chosen)
         recipe = _recipe(chosen)
         overrides = _with_null(_with_booleans(overrides, chosen), chosen)
@@ -185,13 +187,18 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:
     return without_switched_off(recipe, config, keys), put_back(recipe, config, keys), origin
 
 
+def _prefix(found: re.Match[str]) -> str:
+    """`--config.` before an option that is written KEY=VALUE or --KEY=VALUE."""
+    return "--config." if found[2] in DEFAULTS else found[0]
+
+
 def _with_config_option(arguments: Sequence[str]) -> list[str]:
     """The command line with a bare recipe, `FILE.py`, `FILE.yaml` or `FILE.json` as `--config=FILE.py`."""
     if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
         return list(arguments)
     for index, (before, argument) in enumerate(itertools.pairwise(arguments), start=1):
         is_value = re.match(r"--?config\.[^=]*$", before)  # as in --config.data.train_files FILE.json
-        if not is_value and (re.match(r"[^-].*\.(py|json|ya?ml)$", argument) or recipe_file(argument)):
+        if not is_value and (re.match(r"[^-=][^=]*\.(py|json|ya?ml)$", argument) or recipe_file(argument)):
             return [*arguments[:index], f"--config={argument}", *arguments[index + 1 :]]
     return list(arguments)
 
@@ -237,8 +244,9 @@ def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
     problems, chosen = [], set()
     for option in overrides:
         given = re.match(r"--?(?:no)?config\.([^=]*)", option)
-        of_verl = hint(option, {*keys, *sections})
-        if of_verl:
+        if remembered := re.match(rf"(?:--?)?(?:config\.)?({'|'.join(FROM_MEMORY)})=(.*)", option, re.DOTALL):
+            problems.append(f"{option}: write {FROM_MEMORY[remembered[1]].format(remembered[2])}")
+        elif of_verl := hint(option, {*keys, *sections}):
             problems.append(of_verl)
         elif given and given[1] not in keys and given[1] not in sections:
             cure = did_you_mean(given[1], keys) or "dapo_jax/config/sections.py lists the keys"

@@ -19,6 +19,32 @@ if TYPE_CHECKING:  # config/values.py imports this module
     )
 
 
+# What other trainers call an option, with what to write here; {} is the value.
+FROM_MEMORY = {
+    **dict.fromkeys(("lr", "learning_rate"), "actor.optim.lr={}"),
+    **dict.fromkeys(("num_generations", "n", "group_size"), "rollout.n={}"),
+    **dict.fromkeys(("max_new_tokens", "max_completion_length", "max_tokens"), "data.max_response_length={}"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), "data.train_batch_size={}"),
+    **dict.fromkeys(("model", "model_name_or_path"), "model.path={}"),
+    **dict.fromkeys(("max_steps", "total_steps", "num_steps"), "trainer.total_training_steps={}"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs"), "trainer.total_epochs={}"),
+    **dict.fromkeys(("lora_r", "lora_rank"), "model.lora.rank={}"),
+    "lora_alpha": "model.lora.alpha={}",
+    "beta": "actor.use_kl_loss=true actor.kl_loss_coef={} (or algorithm.use_kl_in_reward)",
+    "epsilon": "actor.clip_ratio_low={}",
+    "epsilon_high": "actor.clip_ratio_high={}",
+    "temperature": "rollout.temperature={}",
+    "top_p": "rollout.top_p={}",
+    "warmup_steps": "actor.optim.lr_warmup_steps={}",
+    "weight_decay": "actor.optim.weight_decay={}",
+    "gradient_checkpointing": "model.enable_gradient_checkpointing={}",
+    "save_steps": "trainer.save_freq={}",
+    "eval_steps": "trainer.test_freq={}",
+    "output_dir": "workdir={}",
+    "report_to": "trainer.logger=('{}',)",
+}
+
+
 def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
     """`config` with every alias applied and reset to None. `freeze` calls it.
 

@@ -7,6 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from dapo_jax.command.option_uses import without_switched_off
+from dapo_jax.config.aliases import FROM_MEMORY
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, freeze
@@ -32,7 +33,8 @@ def load_config(name: str | Path, changes: Mapping[str, Any] | None = None) -> C
     """
     config, changes = read_config_file(str(name)), dict(changes or {})
     for key in changes.keys() - DEFAULTS.keys():
-        cure = did_you_mean(key, DEFAULTS) or "keys are dotted, such as rollout.n"
+        remembered = key in FROM_MEMORY and f"write {FROM_MEMORY[key].format(changes[key])}"
+        cure = remembered or did_you_mean(key, DEFAULTS) or "keys are dotted, such as rollout.n"
         raise InputError(f"load_config({str(name)!r}): there is no option {key}: {cure}")
     base = freeze(config)
     try:

@@ -15,7 +15,7 @@ from dapo_jax.interface.policy import Policy
 from dapo_jax.interface.rewards import Reward, with_reward
 from dapo_jax.interface.rows import Rows, with_rows
 from dapo_jax.monitor.mirror import KIND
-from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.records import OnStep, read_metrics
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.stopping import Stopped
 from dapo_jax.places import copy_of, is_address, place_of
@@ -58,7 +58,12 @@ class TrainResult:
 
 
 def train(
-    config: AnyConfig, reward: Reward | None = None, *, data: Rows | None = None, eval_data: Rows | None = None
+    config: AnyConfig,
+    reward: Reward | None = None,
+    *,
+    data: Rows | None = None,
+    eval_data: Rows | None = None,
+    on_step: OnStep = lambda step, metrics: None,
 ) -> TrainResult:
     """Trains as `dapo-jax train` does; a run that was stopped resumes from its newest checkpoint.
 
@@ -81,6 +86,8 @@ def train(
             written to the work directory; or the path of a prompt file. data.prompt_template, prompt_key and answer_key
             say which column is what. Rerun with the same rows to resume: others are refused.
         eval_data: rows to evaluate on, in the same way.
+        on_step: called with each step (0 = before training) and its metrics, in the first process, when they are in
+            metrics.jsonl. What it raises ends the run.
 
     Raises:
         InputError: the config, the model, the data or the devices do not fit together.
@@ -94,7 +101,7 @@ def train(
     reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)
     with processes_of(frozen):
         try:
-            training.train(frozen, own=own)
+            training.train(frozen, own=own, on_step=on_step)
         except Stopped as reason:
             return TrainResult(frozen, str(reason))
     return TrainResult(frozen)

@@ -28,6 +28,9 @@ _CONFIG = "config.json"
 _MAX_BATCHES = 10
 
 
+OnStep = Callable[[int, dict[str, float]], object]
+
+
 class RunRecords:
     """Writes the numbers and sampled texts of a run, one row per step.
 
@@ -42,6 +45,7 @@ class RunRecords:
         upload: copies the file of that name from the directory to permanent storage.
         logger: trackers that also get the rows, some of TRACKERS, or the paths of your own.
         project_name, experiment_name: of the run in Weights & Biases.
+        on_step: called after each row with its step and metrics.
     """
 
     def __init__(
@@ -54,9 +58,10 @@ class RunRecords:
         logger: Sequence[str] = ("tensorboard",),
         project_name: str = "dapo_jax",
         experiment_name: str = "",
+        on_step: OnStep = lambda step, metrics: None,
     ) -> None:
         workdir = Path(workdir)
-        self._enabled, self._upload = enabled, upload
+        self._enabled, self._upload, self._on_step = enabled, upload, on_step
         self._trackers: list[Tracker] = []
         if not enabled:
             return
@@ -117,6 +122,7 @@ class RunRecords:
         self._last_step = step
         for tracker in self._trackers:
             tracker.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
+        self._on_step(step, values)
 
     def amend(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Adds metrics, and responses of another kind, to those of the last step. A second call changes nothing."""

@@ -16,8 +16,10 @@ from dapo_jax.command import command_line, interrupts
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.command.help import MOST_USED
 from dapo_jax.command.validation import validate
-from dapo_jax.config.values import flat
+from dapo_jax.config.aliases import FROM_MEMORY
+from dapo_jax.config.values import DEFAULTS, flat
 from dapo_jax.errors import InputError
+from dapo_jax.interface.configs import load_config
 from dapo_jax.parallel import endings
 from dapo_jax.parallel.memory import FRACTION
 
@@ -89,6 +91,24 @@ def test_a_wrong_argument_is_refused_and_named(arguments, messages):
     with pytest.raises(InputError) as refused:
         read(*arguments)
     assert all(message in str(refused.value) for message in messages)
+
+
+@pytest.mark.parametrize("option", ["actor.optim.lr=0.5", "--actor.optim.lr=0.5", "-actor.optim.lr=0.5"])
+def test_an_option_needs_no_prefix(option):
+    assert read(option).actor.optim.lr == 0.5
+    files = read("data.train_files=('a.json',)", "data.task=files").data.train_files
+    assert files == ("a.json",), "and is no recipe"
+
+
+@pytest.mark.parametrize("form", ["{}", "--{}", "--config.{}"])
+def test_a_name_of_another_trainer_is_answered_with_ours(form):
+    for name, ours in FROM_MEMORY.items():
+        options = re.findall(r"([a-z_.]+)=", ours)
+        assert options and not set(options) - DEFAULTS.keys() and name not in DEFAULTS
+        with pytest.raises(InputError, match=re.escape(f"{form.format(name)}=3: write {ours.format(3)}")):
+            read(f"{form.format(name)}=3")
+        with pytest.raises(InputError, match=re.escape(f"there is no option {name}: write {ours.format(3)}")):
+            load_config("tiny", {name: 3})
 
 
 def test_a_config_file_may_be_given_alone():

@@ -97,7 +97,6 @@ def test_the_name_comes_before_the_pattern_and_the_longer_pattern_first():
         ("actor_rollout_ref.rollout.n=16", "write --config.rollout.n=16"),
         ("+data.seed=3", "verl's data.seed is seed here (for every random draw): write --config.seed=3"),
         ("++rollout.n=3", "options are written --config.KEY=VALUE: write --config.rollout.n=3"),
-        ("rollout.n=16", "options are written --config.KEY=VALUE: write --config.rollout.n=16"),
         ("nonsense=16", "options are written --config.KEY=VALUE, and there is no key nonsense"),
         ("--config.actor_rollout_ref.rollout.n=many", "write --config.rollout.n=many"),
     ],

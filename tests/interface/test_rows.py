@@ -8,6 +8,7 @@ from small_run import rows_without_clock, small_config
 
 import dapo_jax as dx
 from dapo_jax.interface.rows import rows_file
+from dapo_jax.monitor.records import read_metrics
 
 ROWS = [{"q": f"{number} + 1 =", "a": number + 1} for number in range(6)]
 COLUMNS = {"data.prompt_template": "{q}", "data.answer_key": "a", "trainer.total_training_steps": 1}
@@ -60,7 +61,11 @@ def test_a_run_on_rows_resumes_with_the_same_and_refuses_others(tmp_path):
 
     def trained(folder, steps, rows=ROWS):
         changes = COLUMNS | {"trainer.total_training_steps": steps}
-        dx.train(small_config(tmp_path / folder, **changes), reward, data=rows, eval_data=ROWS[:2])
+        seen = []
+        config = small_config(tmp_path / folder, **changes)
+        dx.train(config, reward, data=rows, eval_data=ROWS[:2], on_step=lambda *row: seen.append(row))
+        rows = read_metrics(tmp_path / folder)
+        assert [{"step": step, **metrics} for step, metrics in seen] == rows[-len(seen) :]
         return rows_without_clock(tmp_path / folder)
 
     whole = trained("whole", 2)
