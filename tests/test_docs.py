@@ -62,10 +62,10 @@ def test_links_and_paths_lead_to_files_and_headings(page):
         assert any(place.exists() for place in places), path
 
 
-def test_the_readme_begins_with_where_it_has_run_how_to_get_it_and_one_step():
+def test_the_readme_begins_with_how_to_try_it_where_it_has_run_and_one_step():
     text = (ROOT / "README.md").read_text()
     headings = re.findall(r"^## (.*)$", text, re.M)
-    assert headings[:4] == ["Where it has run", "Two commands", "One step", "Installing"]
+    assert headings[:4] == ["Try it", "Where it has run", "One step", "Installing"]
     assert "git clone" in text.partition("## One step")[0] and len(text.splitlines()) <= 150
     rows = re.findall(r"^\| (`.*?) \| ", text.partition("## Installing")[2].partition("\n## ")[0], re.M)
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
