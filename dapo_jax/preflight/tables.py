@@ -1,5 +1,6 @@
 """Host: the report as markdown."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ from dapo_jax.parallel.devices import GIB
 from dapo_jax.preflight.compiled import TEMPORARIES
 from dapo_jax.preflight.programs import KINDS
 from dapo_jax.preflight.report import PARTS
+
+REACHED = (0.22, 0.27)  # of the bounds, by decoding and by updates of 0.5B and 1.5B (docs/accelerator_report.md)
 
 
 def tables(report: Mapping[str, Any]) -> str:
@@ -41,8 +44,43 @@ def tables(report: Mapping[str, Any]) -> str:
         verdict += f"; a step takes at least {report['step_seconds']:.0f} s"
         if "expected" in report:
             verdict += f" if all are longest, {report['expected']['step_seconds']:.0f} s at the expected lengths"
-    lines += [verdict + ".", *(f"- {line}" for line in report["advice"])]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{verdict}.", *_whole_run(report), *(f"- {line}" for line in report["advice"])])
+
+
+def _whole_run(report: Mapping[str, Any]) -> list[str]:
+    """The time of all steps in hours and device-hours, if their number is known; at the expected lengths, if given.
+
+    Evaluations count if the number of their problems is known. On H100s it also says the time at the shares of these
+    bounds that one of them has reached.
+    """
+    config, stages = report["config"], (report.get("expected") or report)["stages"]
+    trainer, data, steps = config["trainer"], config["data"], config["trainer"]["total_training_steps"]
+    if report["step_seconds"] is None or steps < 1:
+        return []
+    problems = 0 if data["task"] == "files" else data[data["task"]]["num_heldout"]
+    every = trainer["test_freq"]
+    evaluations = int(trainer["val_before_train"]) + (math.ceil(steps / every) if every > 0 else 1)
+    evaluated = evaluations * problems * config["evaluate"]["n"]
+    of_step = report["assumed"]["prompts_sampled"] * config["rollout"]["n"]
+    devices = math.prod(report["mesh"].values())
+
+    def hours(decode: float, rest: float) -> str:
+        """At these shares of the bounds."""
+        times = {
+            name: stage["seconds"]["total"] / (decode if name == "decode" else rest) for name, stage in stages.items()
+        }
+        sampling = (times.get("prefill", 0.0) + times.get("decode", 0.0)) * evaluated / of_step
+        total = (steps * sum(times.values()) + sampling) / 3600
+        return f"{total:,.{int(total < 10)}f} h, {devices * total:,.0f} device-hours"
+
+    line = f"{steps} steps take at least {hours(1.0, 1.0)}"
+    if "H100" in report["device"]["name"]:
+        shares = f"{100 * REACHED[0]:.0f} % of the bound of decoding, {100 * REACHED[1]:.0f} % of the others"
+        line += f"; about {hours(*REACHED)} at what one H100 has reached ({shares})"
+    counted = (
+        f"with {evaluations} evaluations" if evaluated else "without evaluations, whose problems are not read here"
+    )
+    return ["", f"{line}; {counted}, and without checkpoints, which are written meanwhile."]
 
 
 def _rollout(plan: Mapping[str, int]) -> str:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.devices import GIB, Limits, limits_of
 from dapo_jax.parallel.mesh import Meshes, make_mesh
 from dapo_jax.preflight import report
+from dapo_jax.preflight import tables as tables_module
 from dapo_jax.preflight.__main__ import main
 from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, refused
@@ -81,6 +83,16 @@ def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkey
     text = tables(found)
     assert "Expected at lognormal:median=10,sigma=0.3,clip=60,within=0.5,prompt_median=8,prompt_sigma=0.5" in text
     assert "| s, longest case | needed / computed |" in text and "at the expected lengths." in text
+    of_step, plan = expected["step_seconds"], found["assumed"]
+    assert "4 steps take at least 0.0 h, 0 device-hours; with 3 evaluations, and without checkpoints" in text
+    found["config"]["trainer"] |= {"total_training_steps": 36_000, "test_freq": -1, "val_before_train": False}
+    found["config"]["evaluate"]["n"] = 36_000 * plan["prompts_sampled"] * found["config"]["rollout"]["n"] // 4
+    sampling = sum(expected["stages"][name]["seconds"]["total"] for name in ("prefill", "decode"))
+    for name, reached in (("device", 1.0), ("NVIDIA H100 80GB HBM3", 0.25)):  # the last evaluation samples as all steps
+        found["device"]["name"] = name
+        monkeypatch.setattr(tables_module, "REACHED", (reached, reached))
+        hours = 10 * (of_step + sampling) / reached
+        assert re.search(rf"steps take .*{hours:,.{int(hours < 10)}f} h, {8 * hours:,.0f} device-hours", tables(found))
 
 
 def check(report):
