@@ -74,6 +74,8 @@ def _dicts(name: str, rows: Any) -> Iterable[Any]:
 
 
 def _line(name: str, number: int, row: Any) -> str:
+    if not isinstance(row, Mapping):
+        raise InputError(f"{name}, row {number} must be a dict of columns, not a {type(row).__name__}: give the rows")
     try:
         return json.dumps(dict(row), default=plain, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:

@@ -46,12 +46,23 @@ def test_what_is_no_row_is_refused(tmp_path):
         (3, "not a int"),
         ([], "must have a row"),
         ([{"q": object()}], "row 1 must be a dict that JSON can hold"),
-        (["text"], "row 1 must be a dict"),
+        (["text"], "row 1 must be a dict of columns, not a str"),
     ):
         with pytest.raises(dx.InputError, match=message):
             rows_file(str(tmp_path), "data", rows)
     with pytest.raises(dx.InputError, match="eval_data goes with prompt files, not with data.task=arithmetic"):
         dx.train(small_config(tmp_path), eval_data=ROWS)
+
+
+def test_rows_may_change_until_their_run_has_begun(tmp_path, monkeypatch):
+    path = rows_file(str(tmp_path), "data", ROWS[:3])
+    assert rows_file(str(tmp_path), "data", ROWS) == path and len(open(path).readlines()) == len(ROWS)
+    monkeypatch.setattr("dapo_jax.interface.rows.read_config", lambda workdir: True)
+    with pytest.raises(dx.InputError, match="with which the run in workdir=.* began"):
+        rows_file(str(tmp_path), "data", ROWS[:3])
+    assert rows_file(str(tmp_path), "data", ROWS) == path and [*tmp_path.rglob("*")][1:] == [
+        tmp_path / "rows/data.jsonl"
+    ]
 
 
 @pytest.mark.slow
