@@ -22,6 +22,7 @@ from waiting import LIMIT_S
 
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
+from dapo_jax.data.columns import Columns
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.downloads import with_downloads
 from dapo_jax.evaluate import bench
@@ -254,6 +255,13 @@ def test_gsm8k_is_read_as_it_is_published(hub):
     assert (row.data_source, row.ground_truth) == ("openai/gsm8k", "1005")
     assert isinstance(row.prompt, tuple) and row.prompt[0]["content"].startswith("What is 2 + 3? Let's think step by")
     assert read_prompt_files(["hf://openai/gsm8k/train"])[0].prompt == row.prompt  # its only config
+    columns = Columns(prompt_template="Q: {question}", answer_key="answer")
+    [own] = read_prompt_files(["hf://openai/gsm8k/train"], columns, names_sources=True)
+    assert (own.data_source, own.question, own.ground_truth) == (
+        "openai/gsm8k",
+        "Q: What is 2 + 3?",
+        GSM8K[0]["answer"],
+    )
     with pytest.raises(ValueError, match="has no split main/test: choose one of main/train"):
         read_prompt_files(["hf://openai/gsm8k/main/test"])
 

@@ -1,5 +1,6 @@
 """What is trained on and measured: task sets and their options."""
 
+import dataclasses
 import json
 
 import pytest
@@ -86,6 +87,24 @@ def test_task_sets_are_read_with_the_held_out_problems(tmp_path):
     assert [[len(rows) for rows in problems] for _, problems in sets[2].by_name] == [[2, 2]]
     again = read_problems(config_with(tasks), character_tokenizer(), training=False)
     assert not len(again.train_set) and [len(task.prompts) for task in again.task_sets] == [4, 1, 4]
+
+
+def test_what_a_template_makes_is_a_message_or_plain_text_without_a_chat_template(tmp_path):
+    file, model = write_rows(tmp_path / "two.jsonl"), character_tokenizer()
+    tasks = {"own": {"files": file, "prompt_template": "{prompt}"}}
+    for tokenizer, kind in (model, tuple), (dataclasses.replace(model, chat_template=None), str):
+        config = config_with(tasks, **{"data.arithmetic.num_heldout": 0})
+        [own] = read_problems(config, tokenizer, training=False).task_sets
+        assert isinstance(own.prompts.rows[0].prompt, kind) and own.prompts.rows[0].question == "1 + 1 ="
+
+
+def test_columns_of_tasks_and_files_of_a_mixture_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="'a': prompt_key is not read with a prompt_template: leave it out"):
+        parse_tasks(config_with({"a": {"files": "f", "prompt_key": "q", "prompt_template": "{q}"}}))
+    files = [write_rows(tmp_path / "a.jsonl"), write_rows(tmp_path / "long.jsonl", prompts=["1" * 99])]
+    changes = {"data.task": "files", "data.train_files": files, "data.mixture": [1.0, 2.0]}
+    with pytest.raises(ValueError, match="data.mixture: .*long.jsonl must have a prompt to train on, and has none"):
+        read_problems(config_with("{}", **changes, **{"data.filter_overlong_prompts": True}), character_tokenizer())
 
 
 def test_a_repeated_row_is_named_and_changes_no_metrics_name(tmp_path, caplog):

@@ -457,7 +457,12 @@ EASYR1 = (
     ),
     _missing("worker.actor.model.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_dir,video_fps,min_pixels,max_pixels}", TEXT_ONLY),
-    _same("data.answer_key"),
+    Entry(
+        "data.answer_key",
+        "data.answer_key",
+        "the same, but replace prompt_key by prompt_template={COLUMN}: only that goes through the chat template",
+        by_hand=True,
+    ),
     _missing("data.format_prompt", "write its text as data.prompt_template, which takes columns in braces"),
     _missing("data.override_chat_template", "change the chat template in model.path"),
 )

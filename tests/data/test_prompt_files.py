@@ -85,6 +85,8 @@ def test_numeric_ground_truth_of_parquet_becomes_its_shortest_text(tmp_path, kin
     truths = pa.array([{"ground_truth": value}], pa.struct([("ground_truth", kind)]))
     pq.write_table(pa.table({**columns, "reward_model": truths}), tmp_path / "a.parquet")
     assert read_prompt_files([str(tmp_path / "a.parquet")])[0].ground_truth == text
+    pq.write_table(pa.table({**columns, "answer": pa.array([value], kind)}), tmp_path / "b.parquet")
+    assert read_prompt_files([str(tmp_path / "b.parquet")], Columns(answer_key="answer"))[0].ground_truth == text
 
 
 def test_message_keys_that_parquet_fills_with_null_are_dropped(parquet):

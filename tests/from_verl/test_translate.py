@@ -194,7 +194,7 @@ def test_a_script_of_easyr1_is_translated():
     script = Script(
         "python3 -m verl.trainer.main config=examples/config.yaml data.rollout_batch_size=512 worker.rollout.n=8 "
         "worker.actor.clip_ratio_low=0.1 worker.actor.model.model_path=m data.train_files=a.parquet "
-        "algorithm.adv_estimator=grpo algorithm.online_filtering=True trainer.max_steps=9",
+        "algorithm.adv_estimator=grpo algorithm.online_filtering=True trainer.max_steps=9 data.answer_key=answer",
         environment={},
     )
     result = translate(overrides(script))
@@ -202,6 +202,7 @@ def test_a_script_of_easyr1_is_translated():
     config = read(result.values)
     assert result.problems == [] == result.lost and config.algorithm.filter_groups.rule == "mean_range"
     assert (config.data.train_batch_size, config.rollout.n, config.actor.clip_ratio_low) == (512, 8, 0.1)
+    assert config.data.answer_key == "answer" and any("prompt_template={COLUMN}" in line for line in result.by_hand)
 
 
 def test_the_order_of_the_options_changes_nothing():
