@@ -63,8 +63,11 @@ def test_recipes_are_named_without_a_path(tmp_path, monkeypatch):
 
 def test_recipes_are_listed_and_printed(capsys):
     cli.main(["configs"])
-    assert capsys.readouterr().out.splitlines() == [
-        f"{name:<{max(map(len, recipes()))}}  {line}" for name, line in recipes().items()
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    places = [line for line in lines if not line.startswith(" ")]
+    assert places[:3] == ["anything:", "two CPU cores:", "one GPU of 24 GB:"] and lines[1].startswith("  tiny ")
+    assert places[-1] == "128 devices of 95 GB on several hosts:"
+    assert sorted(line.split()[0] for line in lines if line not in places) == sorted(recipes())
+    assert all(f"  {line}" in "\n".join(lines) for line in recipes().values())
     cli.main(["configs", "tiny"])
     assert capsys.readouterr().out == (FOLDER / "tiny.py").read_text()

@@ -1,6 +1,7 @@
 """Host: the recipes that come with the package, named by their file without .py."""
 
 import ast
+import re
 from pathlib import Path
 
 from dapo_jax.errors import did_you_mean
@@ -14,6 +15,23 @@ def recipes() -> dict[str, str]:
     """Each recipe's name, with the first line of its docstring."""
     files = {file.stem: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.py"))}
     return {name: (ast.get_docstring(file) or "").partition("\n")[0] for name, file in files.items()}
+
+
+def hardware() -> dict[str, list[str]]:
+    """The names of the recipes for each hardware that their docstrings begin to describe, the smallest first."""
+    found: dict[str, list[str]] = {}
+    for name in recipes():
+        text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))) or ""
+        place = re.search(r"Hardware: (.*?)(?: such as| with| and| \(|[;,.]|$)", text)
+        found.setdefault(place[1] if place else "anything", []).append(name)
+    return dict(sorted(found.items(), key=lambda item: _size(item[0])))
+
+
+def _size(place: str) -> tuple[int, int]:
+    """Orders hardware: any, CPUs, one device, then by the number of devices and their memory."""
+    devices, memory = re.match(r"(\d+) devices", place), re.search(r"(\d+) GB", place)
+    number = int(devices[1]) if devices else 1 if place.startswith("one") else 0
+    return (number, int(memory[1]) if memory else int(place != "anything"))
 
 
 def recipe_file(name: str) -> Path | None:
