@@ -3,7 +3,7 @@
     python -m dapo_jax.train --config configs/tiny.py
 
 Hardware: anything; two CPU cores take about half a minute, most of it compiling. Expect: accuracy on 32 held-out
-problems from 0.04 to 0.75, with single seeds from 0.67 to 0.86. The policy first finds digits, then ends its answers
+problems from 0.04 to 0.79, with single seeds from 0.73 to 0.86. The policy first finds digits, then ends its answers
 after one (the soft overlong punishment), then learns which digit is larger.
 """
 
@@ -34,7 +34,7 @@ def get_config() -> Any:
     config.reward.overlong_buffer.penalty_factor = 0.2
     config.algorithm.filter_groups.on_limit = "partial"  # a policy that is nearly always right has few mixed groups
     config.actor.ppo_mini_batch_size = 8
-    config.actor.ppo_micro_batch_size_per_device = 128
+    config.actor.ppo_micro_batch_size_per_device = 16  # eight devices divide a batch of 128 rows so
     config.actor.use_dynamic_bsz = False
     config.actor.entropy_coeff = 0.05
     config.actor.optim.lr = 3e-3

@@ -32,7 +32,7 @@ from dapo_jax.monitor.alarms import raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
 from dapo_jax.monitor.recipe import write_recipe
-from dapo_jax.monitor.records import OnStep, RunRecords, write_config
+from dapo_jax.monitor.records import OnStep, RunRecords, unheard, write_config
 from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.trackers import is_own, own_tracker
 from dapo_jax.monitor.weights_and_biases import check_installed
@@ -56,7 +56,7 @@ logger = logging.getLogger("dapo_jax.train")  # the command's
 RERUN = "rerun the same command"
 
 
-def train(config: Config, *, own: Own = NO_OWN, on_step: OnStep = lambda step, metrics: None) -> Models:
+def train(config: Config, *, own: Own = NO_OWN, on_step: OnStep = unheard) -> Models:
     """Trains by `config` and returns the final state of each model.
 
     Args:
@@ -129,7 +129,7 @@ def _train(config: Config, workdir: Workdir, own: Own, on_step: OnStep) -> Model
 
 
 def open_records(
-    config: Config, progress: Progress | None, upload: Callable[[str], None], on_step: OnStep
+    config: Config, progress: Progress | None, upload: Callable[[str], None], on_step: OnStep = unheard
 ) -> RunRecords:
     """Opens the records and drops the rows of steps that will be repeated.
 

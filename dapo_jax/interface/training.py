@@ -15,7 +15,7 @@ from dapo_jax.interface.policy import Policy
 from dapo_jax.interface.rewards import Reward, with_reward
 from dapo_jax.interface.rows import Rows, with_rows
 from dapo_jax.monitor.mirror import KIND
-from dapo_jax.monitor.records import OnStep, read_metrics
+from dapo_jax.monitor.records import OnStep, read_metrics, unheard
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.stopping import Stopped
 from dapo_jax.places import copy_of, is_address, place_of
@@ -63,7 +63,7 @@ def train(
     *,
     data: Rows | None = None,
     eval_data: Rows | None = None,
-    on_step: OnStep = lambda step, metrics: None,
+    on_step: OnStep = unheard,
 ) -> TrainResult:
     """Trains as `dapo-jax train` does; a run that was stopped resumes from its newest checkpoint.
 

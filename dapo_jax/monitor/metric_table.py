@@ -75,10 +75,10 @@ sample/staleness/{mean|max|min}  steps  step - 1 - model_version, of accepted gr
 [own | a batch was trained on | rollout.segment_length]
 sample/token_staleness/{mean|max|min}  steps  step - 1 - the version of the policy that drew each token
 
-[own | data.mixture]
+[own | files are mixed | data.mixture]
 mixture/{task}/num_prompts  groups  sampled groups of a file of data.train_files, which goes by its name
 mixture/{task}/epoch        epochs  passes over its rows up to the next prompt
-[own | data.mixture, groups of the file were sampled]
+[own | groups of the file were sampled | data.mixture]
 mixture/{task}/kept_share   share   its groups that passed the filter
 mixture/{task}/{acc|score}  the score's  mean over its sampled responses with a verdict
 

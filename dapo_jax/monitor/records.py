@@ -31,6 +31,10 @@ _MAX_BATCHES = 10
 OnStep = Callable[[int, dict[str, float]], object]
 
 
+def unheard(step: int, metrics: dict[str, float]) -> None:
+    """The OnStep of a run that no program listens to."""
+
+
 class RunRecords:
     """Writes the numbers and sampled texts of a run, one row per step.
 
@@ -58,7 +62,7 @@ class RunRecords:
         logger: Sequence[str] = ("tensorboard",),
         project_name: str = "dapo_jax",
         experiment_name: str = "",
-        on_step: OnStep = lambda step, metrics: None,
+        on_step: OnStep = unheard,
     ) -> None:
         workdir = Path(workdir)
         self._enabled, self._upload, self._on_step = enabled, upload, on_step

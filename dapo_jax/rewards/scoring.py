@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -131,9 +132,11 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
         raise InputError(f"the mesh does not fit reward.model.path={settings.path}: " + "; ".join(problems))
     model, params = build_reward_model(arch, dtype, mesh), load_params(path, arch, place_weight(mesh, TRAIN_RULES))
     known = identity(arch, digest(params))
+    with jax.set_mesh(mesh):  # other devices than those that train, with trainer.rollout_ahead
+        params = model.freeze(params)
     return ModelScorer(
         model=model,
-        params=model.freeze(params),
+        params=params,
         flops=token_flops(arch),
         tokenizer=tokenizer,
         mesh=mesh,

@@ -20,7 +20,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     for block in BLOCKS:
         exec(block, names)
     assert len(names["accuracies"]) == 2 and names["result"].stopped == ""
-    assert names["samples"].tokens.shape == (25, 16, 4) and names["gradient"].shape == (4, 3)
+    assert names["samples"].tokens.shape == (25, 16, 3) and names["gradient"].shape == (4, 3)
 
 
 def test_the_examples_of_the_page_call_what_there_is():

@@ -187,7 +187,7 @@ def test_a_bad_row_is_refused_by_file_row_and_field(tmp_path, capsys, row, messa
     ("command", "message"),
     [
         ("aime missing.jsonl", "does not exist"),
-        ("aime file.csv", "must end in one of"),
+        ("aime file.txt", "must end in one of"),
         (f"aime {DATA}/gsm8k_test.jsonl", "answer or Answer must be a number"),
         (f"aime {DATA}/aime24.jsonl --data-source olympics", "has no verifier"),
         (f"aime {DATA}/aime24.jsonl --output out.csv", "must end in one of .parquet, .jsonl"),
