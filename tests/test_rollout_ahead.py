@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import jax
 import numpy as np
 import pytest
+from reward_model_files import write_reward_model
 from small_run import Killed, assert_same_checkpoint, assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import meshes
@@ -120,9 +121,13 @@ def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch)
 
 @pytest.mark.slow
 def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path, monkeypatch):
-    """In the last step nothing is sampled ahead, so the baseline asks for the decoding weights itself."""
+    """In the last step nothing is sampled ahead, so the baseline asks for the decoding weights itself.
+
+    A reward model is loaded there too.
+    """
     use_two_devices(monkeypatch)
     remax = {"algorithm.adv_estimator": "remax", "trainer.total_training_steps": 2}
+    remax |= {"reward.model.path": str(write_reward_model(tmp_path / "reward"))}
     train(small_config(tmp_path, **{**AHEAD, **remax, "trainer.test_freq": -1, "trainer.val_before_train": False}))
     assert len(read_metrics(tmp_path)) == 2
 
