@@ -41,7 +41,7 @@ trains() {
 runs_every_command() {
   trains
   dapo-jax configs > recipes.txt
-  grep -q '^quickstart ' recipes.txt
+  grep -q '^  quickstart ' recipes.txt
   dapo-jax evaluate --config tiny --config.model.path=runs/tiny
   dapo-jax export --config tiny --output exported
   dapo-jax preflight --config tiny --quick --json preflight.json > preflight.txt
