@@ -67,7 +67,7 @@ with open(sys.argv[1], encoding="utf-8") as file:
     cells = [cell["source"] for cell in json.load(file)["cells"] if cell["cell_type"] == "code"]
 for source in cells[:4]:  # what to install is here; the devices, the config, answers before the training
     exec("".join(line for line in source if not line.lstrip().startswith("%")))
-assert len(before) == len(SUMS), before
+assert len(before) == len(PAIRS), before
 PYTHON
 }
 
