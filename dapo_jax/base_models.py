@@ -20,7 +20,6 @@ from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokeniz
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
-from dapo_jax.learner.choices import uses_critic
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.identity import WEIGHTS, Identity, differences, identity
 from dapo_jax.models.load import context_length, load_params, read_model_architecture
@@ -59,7 +58,7 @@ def model_paths(config: Config, *, training: bool = True) -> dict[str, str]:
     """The options that name a model to load, and what they name."""
     paths = {"model.path": config.model.path}
     paths |= {"reference.path": config.reference.path or ""} if training and uses_reference(config) else {}
-    paths |= {"critic.model.path": config.critic.model.path} if training and uses_critic(config) else {}
+    paths |= {"critic.model.path": config.critic.model.path} if training else {}
     paths |= {"algorithm.distillation.path": config.algorithm.distillation.path} if training else {}
     paths |= {"reward.model.path": config.reward.model.path}
     return {option: path for option, path in paths.items() if path and path != RANDOM}

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.data.experience import Experience, total_failure
 from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.learner.optimizer import Models
@@ -29,7 +29,7 @@ def estimator_inputs(
     Args:
         lowest: of each number that the verifier has given.
     """
-    estimator = ESTIMATORS[run.config.algorithm.adv_estimator]
+    estimator = named_estimator(run.config.algorithm.adv_estimator)
     return {
         "hinted": hinted(run, experience) if needs(estimator, "hint_logprobs") else None,
         "baselines": greedy_rewards(run, experience, models, lowest) if needs(estimator, "reward_baselines") else None,

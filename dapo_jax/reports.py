@@ -5,18 +5,29 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.algorithms.named import ESTIMATOR, LOSS
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
 from dapo_jax.held_out import mean_accuracy
 from dapo_jax.monitor.console import Value
 from dapo_jax.monitor.records import flatten, read_metrics
-from dapo_jax.problems import TaskSet
+from dapo_jax.problems import TaskSet, given_function
 from dapo_jax.progress import Progress
+from dapo_jax.rewards.weighted import is_weighted, parse_parts
 
 
 def options(config: Config) -> dict[str, Any]:
     """The value of every option by dotted key."""
     return flatten(dataclasses.asdict(config))
+
+
+def own_functions(config: Config) -> dict[str, str]:
+    """The names of the loss, the estimator and each reward function by option; some are your own."""
+    given = given_function(config)
+    rewards = {"reward.function": given}
+    if is_weighted(given):
+        rewards = {f"reward.functions.{part.name}": part.function for part in parse_parts(given)}
+    return {LOSS: config.actor.policy_loss.loss_mode, ESTIMATOR: config.algorithm.adv_estimator, **rewards}
 
 
 def results(task_sets: Sequence[TaskSet]) -> list[str]:

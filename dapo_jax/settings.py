@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.base_models import lora_of
 from dapo_jax.command.warnings import NO_POLICY_STEP
 from dapo_jax.config.derived import further_rewards, micro_batch_size, mini_batch_size, token_budget
@@ -96,9 +96,9 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
 
 
 def algorithm_settings(config: Config) -> AlgorithmConfig:
-    """The options of the algorithm, with the name and the weight of each reward that GDPO normalises."""
+    """The options of the algorithm, with the name and the weight of each reward that an estimator of several reads."""
     algorithm = config.algorithm
-    if algorithm.adv_estimator != "gdpo":
+    if not needs(named_estimator(algorithm.adv_estimator), "reward_parts"):
         return algorithm
     keys = algorithm.gdpo_reward_keys
     weights = algorithm.gdpo_reward_weights or (1.0,) * len(keys)
@@ -267,7 +267,7 @@ def training_attention(config: Config, arch: Architecture, mesh: Mesh) -> BinAtt
 
 def within_lengths(config: Config, arch: Architecture) -> Architecture:
     """`arch` without windows that no sequence of the run leaves. Hinted prompts may have any length."""
-    if needs(ESTIMATORS[config.algorithm.adv_estimator], "hint_logprobs"):
+    if needs(named_estimator(config.algorithm.adv_estimator), "hint_logprobs"):
         return arch
     return arch.within(config.data.max_prompt_length + config.data.max_response_length)
 

@@ -31,6 +31,7 @@ from dapo_jax.monitor import filter_log
 from dapo_jax.monitor.alarms import raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
+from dapo_jax.monitor.own_files import keep_files
 from dapo_jax.monitor.recipe import write_recipe
 from dapo_jax.monitor.records import OnStep, RunRecords, unheard, write_config
 from dapo_jax.monitor.statistics import time_metrics
@@ -42,7 +43,7 @@ from dapo_jax.parallel.processes import LastingFailure, SharedFailure, gather, i
 from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.problems import TaskSet
 from dapo_jax.progress import Progress, begun, goodput, is_solved, solved, with_quality
-from dapo_jax.reports import options, results, summary
+from dapo_jax.reports import options, own_functions, results, summary
 from dapo_jax.rewards.verifiers import NO_OWN
 from dapo_jax.run import Own, Run, check_processes, open_run
 from dapo_jax.run_id import RUN_ID, find_run_id, write_run_id
@@ -140,6 +141,7 @@ def open_records(
         write_config(config.workdir, dataclasses.asdict(config))  # not earlier: only now can nothing refuse the run
         write_recipe(config.workdir)
         write_environment(config.workdir)
+        keep_files(config.workdir, own_functions(config), done=progress.step if progress else 0)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
     trainer = config.trainer
     return RunRecords(

@@ -12,7 +12,7 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    ("errors", "places", "config"),
+    ("errors", "places", "own_functions", "config"),
     ("parallel", "monitor"),
     ("hub",),
     ("models", "data", "algorithms"),

@@ -13,7 +13,8 @@ def needs(function: Callable[..., Any], name: str) -> bool:
 def required(function: Callable[..., Any]) -> set[str]:
     """The parameters without a default."""
     parameters = inspect.signature(function).parameters
-    return {name for name, one in parameters.items() if one.default is one.empty}
+    named = {name: one for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    return {name for name, one in named.items() if one.default is one.empty}
 
 
 def chosen(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.algorithms.rollout_correction import CRITERIA, parse_threshold
 from dapo_jax.command.reward_rules import measured_numbers
 from dapo_jax.config.derived import further_rewards, gen_batch_size, keeps_some, trains_on_rewards
@@ -36,9 +36,9 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
             "actor.policy_loss.loss_mode=geo_mean averages the advantages of a response, so "
             f"{' and '.join(averaged)} cannot tell its tokens apart: choose another loss, such as gspo"
         )
-    if algorithm.adv_estimator == "gdpo":
+    estimator = named_estimator(algorithm.adv_estimator)
+    if needs(estimator, "reward_parts"):
         yield from _gdpo_problems(config)
-    estimator = ESTIMATORS.get(algorithm.adv_estimator, ESTIMATORS["grpo"])
     if given_function(config) == "none" and needs(estimator, "accuracy"):
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} reads the verifier's acc, and reward.function is none: "
@@ -52,12 +52,13 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _gdpo_problems(config: Config) -> Iterator[str]:
-    """Which rewards GDPO normalises: all that the config asks for, or those that are named; none is left out."""
+    """The rewards of an estimator of several (GDPO): all that the config asks for, or those named; none is left out."""
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    of_estimator = f"adv_estimator={config.algorithm.adv_estimator}"
     further, known = further_rewards(config), measured_numbers(config)
     if not keys and not is_weighted(given_function(config)):
         yield (
-            "algorithm.adv_estimator=gdpo needs several rewards: give them in reward.functions, or name numbers that "
+            f"algorithm.{of_estimator} needs several rewards: give them in reward.functions, or name numbers that "
             "your reward function returns in algorithm.gdpo_reward_keys"
         )
     sums = {"seq_reward": {*further}, "score": {"reward_model"}}
@@ -70,7 +71,7 @@ def _gdpo_problems(config: Config) -> Iterator[str]:
     if config.algorithm.use_kl_in_reward:
         yield (
             "algorithm.use_kl_in_reward=True subtracts the KL divergence from the sum of the rewards, which "
-            "adv_estimator=gdpo does not read: set it to False, and actor.use_kl_loss=True"
+            f"{of_estimator} does not read: set it to False, and actor.use_kl_loss=True"
         )
     if weights and len(weights) != len(keys):
         yield (
@@ -81,7 +82,7 @@ def _gdpo_problems(config: Config) -> Iterator[str]:
 
 def _distillation_problems(config: Config) -> Iterator[str]:
     """What would follow rewards that are not trained on."""
-    algorithm, estimator = config.algorithm, ESTIMATORS.get(config.algorithm.adv_estimator, ESTIMATORS["grpo"])
+    algorithm, estimator = config.algorithm, named_estimator(config.algorithm.adv_estimator)
     if trains_on_rewards(config):
         return
     found = {

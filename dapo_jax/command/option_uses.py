@@ -12,6 +12,7 @@ from typing import Any
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import ESTIMATOR, LOSS, is_own, named_estimator, named_loss
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
 from dapo_jax.algorithms.token_selection import SELECTIONS
@@ -20,7 +21,7 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.learner.choices import trained
-from dapo_jax.monitor.trackers import is_own
+from dapo_jax.monitor import trackers
 from dapo_jax.problems import NO_FUNCTIONS, TaskOptions, given_function, held_out_options, parse_tasks
 from dapo_jax.rewards.weighted import functions_of
 
@@ -126,9 +127,17 @@ def _aggregates(config: Config, start: str) -> bool:
     return any(getattr(config, name).loss_agg_mode.startswith(start) for name in trained(config))
 
 
-def _having(parameter: str, *tables: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """The names in the first table whose function, in any of the tables, has this parameter."""
-    return [name for name in tables[0] if any(name in table and needs(table[name], parameter) for table in tables)]
+def _with_parameter(options: str, key: str, parameter: str, *tables: Mapping[str, Callable[..., Any]]) -> Use:
+    """A Use of options that are read if the loss or estimator at `key` has a parameter; one of two tables counts."""
+    names = [name for name in tables[0] if any(name in table and needs(table[name], parameter) for table in tables)]
+
+    def reads(config: Config) -> bool:
+        name = operator.attrgetter(key)(config)
+        return (
+            needs((named_loss if key == LOSS else named_estimator)(name), parameter) if is_own(name) else name in names
+        )
+
+    return _use(options, f"{key}={' or '.join(names)}", reads)
 
 
 CPO_READS = {  # by wrap_method, as in cpo of algorithms/advantages.py
@@ -144,7 +153,6 @@ LOSS_OPTIONS = (
 )
 MEASURED = "problems to evaluate on (data.val_files, num_heldout of a generated task, or evaluate.tasks)"
 VERIFIED = "a verifier (reward.function other than none)"
-ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor.policy_loss.loss_mode"
 F, C = "algorithm.filter_groups", "algorithm.rollout_correction"
 D = "algorithm.distillation"
 
@@ -193,10 +201,10 @@ USES = (
     _with("reward.length.right_short|right_long|wrong_short|wrong_long|at_limit", "reward.length.form", "cosine"),
     _with("reward.overlong_buffer.len|penalty_factor|log", "reward.overlong_buffer.enable", True),
     *(
-        _with(f"algorithm.{name}", ESTIMATOR, *_having(name, ESTIMATORS))
+        _with_parameter(f"algorithm.{name}", ESTIMATOR, name, ESTIMATORS)
         for name in ("norm_adv_by_std_in_grpo", "gamma", "lam")
     ),
-    _with("algorithm.gdpo_reward_keys|gdpo_reward_weights", ESTIMATOR, "gdpo"),
+    _with_parameter("algorithm.gdpo_reward_keys|gdpo_reward_weights", ESTIMATOR, "reward_parts", ESTIMATORS),
     _with("algorithm.keep_pos_ratio|keep_neg_ratio", ESTIMATOR, "grpo", "dapo"),
     _use(
         "algorithm.compute_new_adv",
@@ -212,7 +220,7 @@ USES = (
         f"{C}.rollout_is=token or sequence, or actor.old_logprob=auto",
         _normalizes_weights,
     ),
-    _with("algorithm.cpo.", ESTIMATOR, *_having("wrap_method", ESTIMATORS)),
+    _with_parameter("algorithm.cpo.", ESTIMATOR, "wrap_method", ESTIMATORS),
     *(
         _with(key, "algorithm.cpo.wrap_method", *(method for method, read in CPO_READS.items() if key.endswith(read)))
         for key in _section("algorithm.cpo")
@@ -242,7 +250,7 @@ USES = (
         "actor.ppo_max_token_len_per_device",
         None,
     ),
-    *(_with(key, LOSS, *_having(key.rpartition(".")[2], LOSSES, SELECTIONS)) for key in LOSS_OPTIONS),
+    *(_with_parameter(key, LOSS, key.rpartition(".")[2], LOSSES, SELECTIONS) for key in LOSS_OPTIONS),
     _use(
         "actor.loss_scale_factor",
         "loss_agg_mode=seq-mean-token-sum-norm",
@@ -262,7 +270,7 @@ USES = (
         lambda config: bool(config.algorithm.distillation.path),
     ),
     _with(f"{D}.top_k", f"{D}.form", "top_k"),
-    _with("critic. trainer.critic_warmup", ESTIMATOR, *_having("values", ESTIMATORS)),
+    _with_parameter("critic. trainer.critic_warmup", ESTIMATOR, "values", ESTIMATORS),
     _with("actor.optim.min_lr_ratio", "actor.optim.lr_scheduler_type", "cosine"),
     _with("critic.optim.min_lr_ratio", "critic.optim.lr_scheduler_type", "cosine"),
     _use("trainer.test_freq", MEASURED, _measures, idle=-1),
@@ -271,7 +279,7 @@ USES = (
     _use(
         "trainer.project_name|experiment_name",
         "'wandb' or FILE.py:Class in trainer.logger",
-        lambda config: any(name == "wandb" or is_own(name) for name in config.trainer.logger),
+        lambda config: any(name == "wandb" or trackers.is_own(name) for name in config.trainer.logger),
     ),
     _with("trainer.rollout_devices", "trainer.rollout_ahead", 1),
     _with("trainer.stop_patience_s", "trainer.rollout_ahead", 0),
@@ -347,5 +355,8 @@ def put_back(base: Config, config: Config, chosen: Collection[str]) -> tuple[str
 def _switched_off(base: Config, config: Config, chosen: Collection[str]) -> dict[str, str]:
     if type_problems(config) or type_problems(base):
         return {}
-    stays = {*chosen, *unread(base)}
-    return {key: setting for key, setting in unread(config).items() if key not in stays}
+    try:
+        stays = {*chosen, *unread(base)}
+        return {key: setting for key, setting in unread(config).items() if key not in stays}
+    except InputError:  # a loss or an estimator of your own does not load: validate reports it
+        return {}

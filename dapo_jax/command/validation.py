@@ -12,10 +12,11 @@ from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.cpo import CPO_METHODS
+from dapo_jax.algorithms.named import ESTIMATOR, LOSS, is_own, own_problem, reload
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
 from dapo_jax.command.algorithm_rules import algorithm_problems
 from dapo_jax.command.judge_rules import judge_problems
-from dapo_jax.command.option_uses import unread_problems
+from dapo_jax.command.option_uses import LOSS_OPTIONS, unread_problems
 from dapo_jax.command.reward_rules import metric_problems, reward_problems
 from dapo_jax.config.bounds import bounds_of, one_of
 from dapo_jax.config.derived import (
@@ -33,27 +34,29 @@ from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
 from dapo_jax.learner.choices import trained
 from dapo_jax.models.lora import ALL_LINEAR, TARGETS
 from dapo_jax.models.remat import POLICIES
-from dapo_jax.monitor import console
+from dapo_jax.monitor import console, trackers
 from dapo_jax.monitor.records import TRACKERS
-from dapo_jax.monitor.trackers import is_own
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.places import address_problem, is_address
 from dapo_jax.problems import given_function, parse_tasks
 
 CHOICES = {  # names of functions; all other choices are declared in config/sections.py
     "model.remat_policy": tuple(name for name in POLICIES if name != "none"),
-    "algorithm.adv_estimator": tuple(advantages.ESTIMATORS),
+    ESTIMATOR: tuple(advantages.ESTIMATORS),
     "algorithm.kl_penalty": kl.PENALTIES,
     "algorithm.rollout_correction.rollout_is": ("none", *WEIGHTS),
     "algorithm.filter_groups.rule": RULES,
     "algorithm.cpo.wrap_method": CPO_METHODS,
-    "actor.policy_loss.loss_mode": tuple(policy_loss.LOSSES),
+    LOSS: tuple(policy_loss.LOSSES),
     "actor.loss_agg_mode": aggregation.MODES,
     "actor.kl_loss_type": kl.PENALTIES,
     "critic.loss_agg_mode": aggregation.MODES,
     "monitor.console": console.MODES,
 }
-BOUNDS = (*bounds_of(Config), *((key, one_of(*choices)) for key, choices in CHOICES.items()))
+BOUNDS = (
+    *bounds_of(Config),
+    *((key, one_of(*choices, or_own=key in (ESTIMATOR, LOSS))) for key, choices in CHOICES.items()),
+)
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 
 
@@ -64,13 +67,23 @@ def validate(config: Config, *, training: bool = True, own: Collection[str] = ()
         training: also check what only training reads: its data, its batches, lengths, the filter's metric.
         own: names of reward functions that this Python session has, the NAME of python:NAME.
     """
-    problems = type_problems(config)
+    reload()
+    problems = type_problems(config) or [*filter(None, _own_problems(config))]
     others = [] if problems else [_problems(config, training, own), unread_problems(config)]  # compute with the values
     for found in (number_problems(config), *others):
         named = {_key(problem) for problem in problems}
         problems += [problem for problem in found if _key(problem) not in named]
     if problems:
         raise InputError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _own_problems(config: Config) -> Iterator[str]:
+    """What is wrong with a loss or an estimator of your own; its parameters decide what else is read."""
+    of_losses = {key.rpartition(".")[2]: attrgetter(key)(config) for key in LOSS_OPTIONS}
+    options = {LOSS: of_losses, ESTIMATOR: {**vars(config.algorithm), **vars(config.algorithm.cpo)}}
+    for option, known in options.items():
+        if is_own(name := attrgetter(option)(config)):
+            yield own_problem(option, name, known)
 
 
 def _key(problem: str) -> str:
@@ -140,7 +153,7 @@ def _trainer_problems(config: Config) -> Iterator[str]:
         of = f"1..{last}" if last > 0 else "1 and more"
         yield f"trainer.profile_steps={profiled} must be training steps, of {of}: such as (2,3)"
     logger = trainer.logger
-    if not {*filterfalse(is_own, logger)} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
+    if not {*filterfalse(trackers.is_own, logger)} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
         yield f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)} or FILE.py:Class, each once"
     if "console" not in logger and config.monitor.console not in ("steps", "quiet"):
         yield f"monitor.console={config.monitor.console} needs 'console' in trainer.logger={logger}: add it"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.problems import given_function
@@ -90,7 +90,7 @@ def _of_filter(config: Config) -> Iterator[str]:
         yield "rollout.n=1: a group of one sample is always kept, and its advantage is its reward"
     if estimator == "cpo":
         yield "algorithm.adv_estimator=cpo has its own contrast: the group filter is normally off with it"
-    if estimator in ESTIMATORS and not needs(ESTIMATORS[estimator], "num_groups"):
+    if not needs(named_estimator(estimator), "num_groups"):
         yield (
             f"algorithm.adv_estimator={estimator} compares no samples within a group: it also learns from groups that "
             "are all right or all wrong, which the group filter drops; the filter is normally off with it"

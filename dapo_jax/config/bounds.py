@@ -22,9 +22,10 @@ class Bound:
         return [] if self.holds(value) else [f"{key}={value!r} must be {self.rule}"]
 
 
-def one_of(*choices: str) -> Bound:
-    """Text that is one of `choices`."""
-    return Bound(lambda value: value in choices, f"one of {', '.join(choices)}", choices)
+def one_of(*choices: str, or_own: bool = False) -> Bound:
+    """Text that is one of `choices`, or with `or_own` the path of a function of your own."""
+    rule = f"one of {', '.join(choices)}{', or FILE.py:function' * or_own}"
+    return Bound(lambda value: value in choices or (or_own and "." in value), rule, choices)
 
 
 def at_most(limit: float) -> Bound:

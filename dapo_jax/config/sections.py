@@ -353,7 +353,7 @@ class DistillationConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    adv_estimator: str = "grpo"  # a name of ESTIMATORS in dapo_jax/algorithms/advantages.py (verl: gae)
+    adv_estimator: str = "grpo"  # of ESTIMATORS in algorithms/advantages.py (verl: gae), or FILE.py:function
     norm_adv_by_std_in_grpo: bool = True  # False: Dr. GRPO (arXiv:2503.20783)
     gdpo_reward_keys: tuple[str, ...] = ()  # gdpo: rewards to normalise, by name; () = all that the config asks for
     gdpo_reward_weights: tuple[float, ...] = ()  # gdpo: their weights; () = 1 each, or those of the config
@@ -400,7 +400,7 @@ class OptimConfig:
 class PolicyLossConfig:
     """The policy loss, and the options that only some losses have (algorithms/policy_loss.py)."""
 
-    loss_mode: str = "vanilla"  # a name of LOSSES
+    loss_mode: str = "vanilla"  # a name of LOSSES, or your own FILE.py:function
     clip_cov_ratio: Positive[float] = 0.0002  # clip_cov: share of a mini-batch's tokens whose gradient is detached
     clip_cov_lb: float = 1.0  # clip_cov: smallest covariance that may be drawn
     clip_cov_ub: float = 5.0  # clip_cov: largest covariance that may be drawn

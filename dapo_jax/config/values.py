@@ -15,6 +15,7 @@ from dapo_jax.config.aliases import resolve_aliases
 from dapo_jax.config.function_names import Section, name_of
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
+from dapo_jax.own_functions import absolute
 from dapo_jax.places import without_tilde
 
 MAY_BE_INFINITE = (  # limits; infinity switches them off
@@ -22,6 +23,7 @@ MAY_BE_INFINITE = (  # limits; infinity switches them off
     *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
 )
 MODEL_PATHS = "model.path", "reference.path", "critic.model.path", "reward.model.path", "algorithm.distillation.path"
+FUNCTIONS = "reward.function", "algorithm.adv_estimator", "actor.policy_loss.loss_mode"  # a name, or FILE.py:function
 PATHS = (  # of files and directories, or gs:// addresses
     *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path", "data.train_files", "data.val_files"),
     *MODEL_PATHS,
@@ -87,7 +89,7 @@ def _freeze(section: Any, values: Any, prefix: str = "") -> Any:
 
 
 def _freeze_value(key: str, value: Any) -> Any:
-    """A list as a tuple, an object as JSON text, and a path without ~."""
+    """A list as a tuple, an object as JSON text, a path without ~, the file of a function with its whole path."""
     if isinstance(value, list | tuple):
         value = tuple(value)
     elif isinstance(value, dict | config_dict.ConfigDict):
@@ -96,6 +98,8 @@ def _freeze_value(key: str, value: Any) -> Any:
             value = json.dumps(plain, default=_named)
         except (TypeError, ValueError) as error:
             raise InputError(f"{key}={value!r} must hold only JSON values ({error}): correct it") from error
+    if key in FUNCTIONS and isinstance(value, str):
+        return absolute(value)
     return without_tilde(value) if key in PATHS else value
 
 

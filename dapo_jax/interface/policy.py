@@ -10,6 +10,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.base_models import read_policy
 from dapo_jax.command.output_directory import new_output
 from dapo_jax.command.validation import validate
@@ -290,7 +292,9 @@ def _without_data(config: Config) -> Config:
 def _check_algorithm(config: Config) -> None:
     """Raises InputError for what needs more than samples and rewards."""
     algorithm = config.algorithm
-    problems = [f"algorithm.adv_estimator={algorithm.adv_estimator}"] * (algorithm.adv_estimator in ("cpo", "remax"))
+    estimator = named_estimator(algorithm.adv_estimator)
+    more = any(needs(estimator, name) for name in ("hint_logprobs", "reward_baselines"))
+    problems = [f"algorithm.adv_estimator={algorithm.adv_estimator}"] * more
     problems += ["algorithm.use_kl_in_reward=True"] * algorithm.use_kl_in_reward
     problems += ["trainer.rollout_ahead=1"] * bool(config.trainer.rollout_ahead)
     problems += [f"rollout.segment_length={config.rollout.segment_length}"] * bool(config.rollout.segment_length)

@@ -13,7 +13,7 @@ from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.distillation import coarse_reverse_kl
 from dapo_jax.algorithms.kl import kl_penalty
-from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.named import named_loss
 from dapo_jax.algorithms.ratios import off_policy_sequences
 from dapo_jax.algorithms.rollout_correction import OUTLIER
 from dapo_jax.algorithms.token_selection import SELECTIONS
@@ -43,7 +43,7 @@ class ActorSettings:
     remat: str  # a name of models/remat.py's POLICIES
     attention: BinAttention
     chunk_size: int  # tokens whose logits exist at a time on one device
-    loss_mode: str  # a name of LOSSES
+    loss_mode: str  # a name of LOSSES, or a function of your own
     loss_options: Mapping[str, float]  # options of the losses by name
     entropy_coeff: float
     kl_loss_coef: float  # 0: no KL divergence in the loss
@@ -157,7 +157,7 @@ def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
 
 def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
     """The policy loss [S, U] of each token, times its importance weight if there are any, and the loss's metrics."""
-    function, weights = LOSSES[settings.loss_mode], batch.importance_weights
+    function, weights = named_loss(settings.loss_mode), batch.importance_weights
     weighs_itself = needs(function, "importance_weights")
     available = {
         **settings.loss_options,

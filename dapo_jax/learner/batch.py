@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import kl_penalty
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.algorithms.rollout_correction import (
     importance_weights,
     mismatch_metrics,
@@ -201,7 +201,7 @@ def token_rewards(learner: Learner, experience: Experience, batch: Batch, kl_coe
     rewards = np.asarray(place_rewards(scores, batch.policy_mask))
     if experience.kl is not None:
         kl = experience.kl
-        if needs(ESTIMATORS[learner.algorithm.adv_estimator], "num_groups"):
+        if needs(named_estimator(learner.algorithm.adv_estimator), "num_groups"):
             kl = np.where(experience.differs_by_rounding(learner.rounding)[:, None, None], np.float32(0), kl)
         kl = kl.reshape(-1, kl.shape[-1])[:, : batch.mask.shape[1]]
         rewards = rewards - kl_coef * np.pad(kl, ((0, len(rewards) - len(kl)), (0, 0)))
@@ -212,7 +212,7 @@ def estimate_advantages(
     learner: Learner, rewards: np.ndarray, batch: Batch, extra: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns [B, R], computed on the mesh."""
-    function, rows = ESTIMATORS[learner.algorithm.adv_estimator], len(rewards)
+    function, rows = named_estimator(learner.algorithm.adv_estimator), len(rewards)
     num_groups = learner.num_groups
     missing = -rows % num_batch_shards(learner.mesh)
     group_ids = np.pad(batch.group_ids, (0, missing), constant_values=num_groups)  # rows of padding
@@ -230,7 +230,7 @@ def verdicts_of_rows(algorithm: AlgorithmConfig, experience: Experience, batch: 
     Raises:
         InputError: no reward has a name in algorithm.gdpo_reward_keys.
     """
-    estimator, found = ESTIMATORS[algorithm.adv_estimator], {}
+    estimator, found = named_estimator(algorithm.adv_estimator), {}
     if needs(estimator, "accuracy"):
         found["accuracy"] = rows_like(batch, known_or_0(experience, experience.scores["acc"])).astype(np.float32)
     if needs(estimator, "reward_parts"):

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.config.sections import ActorConfig, AlgorithmConfig
 from dapo_jax.data.containers import Batch
 from dapo_jax.learner.actor import Actor
@@ -55,7 +55,7 @@ def build_estimator(algorithm: AlgorithmConfig, vocab_size: int, mesh: Mesh) -> 
 
     Its results are replicated on every device.
     """
-    function = ESTIMATORS[algorithm.adv_estimator]
+    function = named_estimator(algorithm.adv_estimator)
     options = {**vars(algorithm), **vars(algorithm.cpo), "vocab_size": vocab_size}
     static = ("num_groups",) if needs(function, "num_groups") else ()
     bound = functools.partial(function, **chosen(function, options))

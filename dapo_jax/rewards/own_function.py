@@ -1,18 +1,13 @@
 """Host: the user's own reward function in any of its forms, as one that takes four arguments."""
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
-import sys
 import threading
-import types
-import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from dapo_jax.errors import InputError
+from dapo_jax.own_functions import load_named
 from dapo_jax.rewards.messages import WRONG_RESULT
 
 RULE = (
@@ -34,67 +29,7 @@ def load_function(name: str) -> Callable[..., Any]:
         InputError: it does not exist, its module does not load, or it has none of the forms.
         MemoryError: its module needs more memory than the process may use.
     """
-    return called_with_four(f"reward.function={name!r}", _loaded(name))
-
-
-def _file_and_function(name: str) -> tuple[Path, str] | None:
-    """The two parts of FILE.py:function; None for a name of another form."""
-    file, _, function = name.rpartition(":")
-    return (Path(file).expanduser(), function) if file.endswith(".py") else None
-
-
-def _loaded(name: str) -> Callable[..., Any]:
-    """The function at package.module.function or FILE.py:function."""
-    in_file, given = _file_and_function(name), f"reward.function={name!r}"
-    rule = f"{given} must be a path package.module.function or FILE.py:function"
-    if in_file is None and name.endswith(".py"):
-        raise InputError(f"{rule}: add the name of the function, {name}:FUNCTION")
-    module_name, function_name = name.rpartition(".")[::2] if in_file is None else (str(in_file[0]), in_file[1])
-    if in_file is not None and not in_file[0].is_file():
-        raise InputError(f"{rule}, but the file {module_name} does not exist: correct the path")
-    try:
-        module = importlib.import_module(module_name) if in_file is None else _run_file(in_file[0])
-    except MemoryError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InputError(f"{given} does not load: {_import_failure(module_name, error)}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        named = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        there = f" (it has {', '.join(named[:5])})" if named and in_file is not None else ""
-        raise InputError(f"{rule}, but {module_name!r} has no function {function_name!r}{there}: correct the path")
-    return function
-
-
-def _run_file(path: Path) -> types.ModuleType:
-    """Imports a file, which may import other files of its folder, by name or relatively."""
-    folder = str(path.absolute().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    package = types.ModuleType(f"folder_{zlib.crc32(folder.encode()):08x}")
-    package.__path__ = [folder]
-    sys.modules[package.__name__] = package
-    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem.replace('.', '_')}", path)
-    assert spec is not None and spec.loader is not None  # as it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _import_failure(module_name: str, error: BaseException) -> str:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing and f"{module_name}.".startswith(f"{missing}."):
-        return (
-            f"module {missing!r} does not exist: correct the path, start the run in the module's directory, or give "
-            "its file as FILE.py:function"
-        )
-    if missing:
-        return (
-            f"{module_name!r} imports {missing!r}, which is not installed in this environment: install its package "
-            f"(often `pip install {missing.partition('.')[0]}`)"
-        )
-    return f"importing {module_name!r} failed with {type(error).__name__}: {error}: correct the module"
+    return called_with_four(f"reward.function={name!r}", load_named("reward.function", name))
 
 
 def called_with_four(given: str, function: Callable[..., Any]) -> Callable[..., Any]:

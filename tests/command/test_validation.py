@@ -101,7 +101,7 @@ def edges(rule, step):
         "at most 1": ((1,), (1 + step,)),
         "two numbers in [0, 1)": (((0, 1 - step),), ((0.5, 1), (1, 0.5), (-step, 0.5))),
         "even": ((2,), (1, 3)),
-        "one of ": (rule.removeprefix("one of ").split(", "), ("other",)),
+        "one of ": (rule.removeprefix("one of ").removesuffix(", or FILE.py:function").split(", "), ("other",)),
     }
     return next(values for start, values in known.items() if rule.startswith(start))
 
