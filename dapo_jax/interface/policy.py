@@ -22,6 +22,7 @@ from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError
 from dapo_jax.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
+from dapo_jax.interface.estimates import comparing_groups, given_advantages
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
 from dapo_jax.learner.choices import trained
 from dapo_jax.learner.learner import update
@@ -182,12 +183,22 @@ class Policy:
         found = np.where(rows.mask, found, 0.0).reshape(*samples.finished.shape, -1)
         return np.pad(found, ((0, 0), (0, 0), (0, samples.mask.shape[-1] - found.shape[-1])))
 
-    def step(self, samples: Samples, rewards: Any, *, learning_rate: float | None = None) -> dict[str, float]:
+    def step(
+        self,
+        samples: Samples,
+        rewards: Any = None,
+        *,
+        groups: Any = None,
+        advantages: Any = None,
+        learning_rate: float | None = None,
+    ) -> dict[str, float]:
         """Learns from rewards: advantages, and all optimizer steps of a training step (DAPO, equations 8 and 9).
 
         Args:
             samples: of `generate`, config.rollout.n responses to each of at most config.data.train_batch_size prompts.
             rewards: [Q, G] one number per response.
+            groups: [Q, G] names: responses of equal ones are compared. None = those to one prompt.
+            advantages: instead of rewards, [Q, G] of responses or [Q, G, R] of tokens.
             learning_rate: None = the schedule of config.actor.optim, which has to have a rate above 0 in this step.
 
         Returns:
@@ -195,7 +206,17 @@ class Policy:
         """
         if not len(samples):
             return {}
-        groups = self._rewarded(samples, rewards)
+        if (rewards is None) == (advantages is None) or (groups is not None and rewards is None):
+            raise InputError("step takes rewards, which may have groups, or advantages: give one of the two")
+        learner, config = self._learner, self.config
+        if groups is not None:
+            estimator = comparing_groups(learner, config, samples.finished.shape, groups)
+            learner = dataclasses.replace(learner, estimator=estimator)
+        elif advantages is not None:
+            advantages = np.asarray(advantages, np.float32)
+            learner = dataclasses.replace(learner, estimator=given_advantages(config, samples.mask, advantages))
+            rewards = advantages if advantages.ndim == 2 else advantages.sum(axis=-1, where=samples.mask)
+        experience = self._rewarded(samples, rewards)
         recompute = self.config.actor.old_logprob == "recompute"
         settings = updates_of_step(self.config, self.arch, self._learner.mesh, self.steps + 1)
         if learning_rate is not None:
@@ -209,7 +230,7 @@ class Policy:
                 "optim.min_lr_ratio, or give step a learning_rate"
             )
         with jax.set_mesh(self._learner.mesh):
-            batch, metrics = make_batch(self._learner, groups, self._models, recompute=recompute, kl_coef=0.0)
+            batch, metrics = make_batch(learner, experience, self._models, recompute=recompute, kl_coef=0.0)
             self._models, finish = update(self._learner, self._models, batch, settings)
             found, _ = finish()
         self.steps += 1

@@ -5,6 +5,8 @@ import pytest
 from small_run import RECIPE
 
 import dapo_jax as dx
+from dapo_jax.config.values import freeze
+from dapo_jax.interface.estimates import comparing_groups
 
 CHANGES = {
     "data.train_batch_size": 4,
@@ -93,6 +95,22 @@ def test_what_does_not_fit_is_refused(policy):
     ):
         with pytest.raises(dx.InputError, match=message):
             policy.step(given, rewards)
+    values = np.ones((2, 4))
+    for arguments, message in (
+        ({}, "give one of the two"),
+        ({"rewards": values, "advantages": values}, "give one of the two"),
+        ({"rewards": values, "groups": [0, 1]}, r"groups have the shape \(2,\), but the samples \(2, 4\)"),
+        ({"advantages": values[:, :3]}, r"advantages have the shape \(2, 3\): it must be \(2, 4\) or \(2, 4, 4\)"),
+        ({"advantages": np.full((2, 4), np.nan)}, "not finite"),
+    ):
+        with pytest.raises(dx.InputError, match=message):
+            policy.step(samples, **arguments)
+    for changes, message in (
+        ({"actor.loss_agg_mode": "group-token-mean"}, "groups do not go with actor.loss_agg_mode=group-token-mean"),
+        ({"algorithm.adv_estimator": "reinforce_plus_plus"}, "do not go with adv_estimator=reinforce_plus_plus, which"),
+    ):
+        with pytest.raises(dx.InputError, match=message):
+            comparing_groups(policy._learner, freeze(dx.load_config(str(RECIPE), changes)), (2, 4), np.zeros((2, 4)))
     assert policy.logprobs(samples.select([])).shape == (0, 4, 4)
     for arguments in ({"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}):
         with pytest.raises(dx.InputError, match="at least"):
@@ -114,6 +132,25 @@ def test_what_does_not_fit_is_refused(policy):
     ):
         with pytest.raises(dx.InputError, match=message):
             dx.Policy(dx.load_config(str(RECIPE), CHANGES | changes))
+
+
+def test_groups_and_advantages_may_be_given(config):
+    """Those of the prompts, in any order of names, and the advantages that they lead to change nothing."""
+    found = []
+    for values in (
+        lambda rewards: {"rewards": rewards},
+        lambda rewards: {"rewards": rewards, "groups": np.repeat([["b"], ["a"]], 4, axis=1)},
+        lambda rewards: {"advantages": dx.group_advantages(rewards)},
+        lambda rewards: {"advantages": np.repeat(dx.group_advantages(rewards)[..., None], 4, axis=-1)},
+        lambda rewards: {"rewards": rewards, "groups": np.arange(8).reshape(2, 4) % 2},
+    ):
+        with dx.Policy(config) as policy:
+            samples = policy.generate(SUMS)
+            policy.step(samples, **values(np.array([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])))
+            found.append(policy.logprobs(samples))
+    for same in found[1:4]:
+        np.testing.assert_allclose(same, found[0], atol=1e-5)
+    assert np.abs(found[4] - found[0]).max() > 1e-3  # other groups
 
 
 def test_a_schedule_that_has_ended_is_refused():
