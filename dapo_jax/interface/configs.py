@@ -10,7 +10,7 @@ from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.aliases import FROM_MEMORY
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, flat, freeze
+from dapo_jax.config.values import DEFAULTS, default_config, flat, freeze
 from dapo_jax.errors import InputError, did_you_mean
 
 AnyConfig = Config | ConfigDict | str | Path
@@ -31,20 +31,33 @@ def load_config(name: str | Path, changes: Mapping[str, Any] | None = None) -> C
     Raises:
         InputError: there is no such file, or it fails; an unknown key, or a value of the wrong type.
     """
-    config, changes = read_config_file(str(name)), dict(changes or {})
+    return _changed(f"load_config({str(name)!r})", read_config_file(str(name)), changes or {})
+
+
+def _changed(caller: str, config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     for key in changes.keys() - DEFAULTS.keys():
         remembered = key in FROM_MEMORY and f"write {FROM_MEMORY[key].format(changes[key])}"
         cure = remembered or did_you_mean(key, DEFAULTS) or "keys are dotted, such as rollout.n"
-        raise InputError(f"load_config({str(name)!r}): there is no option {key}: {cure}")
+        raise InputError(f"{caller}: there is no option {key}: {cure}")
     base = freeze(config)
     try:
-        config.update_from_flattened_dict(changes)
+        config.update_from_flattened_dict(dict(changes))
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"load_config({str(name)!r}): {error}: correct the changes") from error
+        raise InputError(f"{caller}: {error}: correct the changes") from error
     varied = freeze(config)
     used = flat(without_switched_off(base, varied, changes))
     config.update_from_flattened_dict({key: used[key] for key, value in flat(varied).items() if used[key] != value})
     return config
+
+
+def with_changes(caller: str, config: AnyConfig, changes: Mapping[str, Any]) -> Config:
+    """The frozen form of a config in any form, with the changes of `load_config`, which `caller` was given."""
+    frozen = as_config(config)
+    if not changes:
+        return frozen
+    values = default_config()
+    values.update_from_flattened_dict(flat(frozen))
+    return freeze(_changed(caller, values, changes))
 
 
 def as_config(config: AnyConfig) -> Config:

@@ -10,10 +10,11 @@ from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
 from dapo_jax.export import export
-from dapo_jax.interface.configs import AnyConfig, as_config
+from dapo_jax.interface.configs import AnyConfig, with_changes
 from dapo_jax.interface.policy import Policy
 from dapo_jax.interface.rewards import Reward, with_reward
 from dapo_jax.interface.rows import Rows, with_rows
+from dapo_jax.interface.sizes import config_of_model, names_model, with_sizes
 from dapo_jax.monitor.mirror import KIND
 from dapo_jax.monitor.records import OnStep, read_metrics, unheard
 from dapo_jax.parallel.memory import reserve_gpu_memory
@@ -64,17 +65,21 @@ def train(
     data: Rows | None = None,
     eval_data: Rows | None = None,
     on_step: OnStep = unheard,
+    **options: Any,
 ) -> TrainResult:
     """Trains as `dapo-jax train` does; a run that was stopped resumes from its newest checkpoint.
 
         result = dx.train(dx.load_config("tiny", {"workdir": "runs/mine"}))
         result.records[-1]["rollout/acc/mean"]
+        dx.train("Qwen/Qwen2.5-0.5B-Instruct", data=rows, reward=f, workdir="runs/mine", **{"actor.optim.lr": 2e-6})
 
     An interrupt (Ctrl-C, or a notebook's stop button) saves a checkpoint and returns. A run whose data is solved ends
     before its last step (docs/dynamic_sampling.md).
 
     Args:
-        config: in any form that `load_config` or `default_config` gives, or a recipe's name.
+        config: in any form that `load_config` or `default_config` gives, or a recipe's name. Or a model: a directory, a
+            .gguf file, an address or a name on the hub. Then mesh, batch sizes and lengths that are not given are
+            chosen for the model, the data and the devices that are there, and printed.
         reward: instead of the config's: a function of the response's text, which may also take the ground truth, or in
             another form of docs/data.md, and returns a number or a dict with "score"; or several
             by name with their weights, {"correct": (function, 1.0), "short": (other, 0.1)}, whose weighted sum is the
@@ -88,12 +93,14 @@ def train(
         eval_data: rows to evaluate on, in the same way.
         on_step: called with each step (0 = before training) and its metrics, in the first process, when they are in
             metrics.jsonl. What it raises ends the run.
+        options: values by dotted key; workdir is runs/NAME for a model unless given.
 
     Raises:
         InputError: the config, the model, the data or the devices do not fit together.
         RuntimeError: the run cannot continue, for example because too few groups pass the filter.
     """
-    frozen, own = as_config(config), NO_OWN
+    of_model, own = isinstance(config, str) and names_model(config), NO_OWN
+    frozen = with_changes("train", config_of_model(str(config)) if of_model else config, options)
     if data is not None or eval_data is not None:
         frozen = with_rows(frozen, data, eval_data)
     if reward is not None:
@@ -101,6 +108,7 @@ def train(
     reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)
     with processes_of(frozen):
         try:
+            frozen = with_sizes(frozen, options) if of_model else frozen
             training.train(frozen, own=own, on_step=on_step)
         except Stopped as reason:
             return TrainResult(frozen, str(reason))

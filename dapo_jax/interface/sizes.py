@@ -1,0 +1,143 @@
+"""Host: the config of a run that names its model alone, with sizes for the devices that are there."""
+
+import logging
+import sys
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from dapo_jax.base_models import first_model, read_model
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import default_config, with_values
+from dapo_jax.data.padding import bucket
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.downloads import with_downloads
+from dapo_jax.errors import say
+from dapo_jax.hub.names import model_name
+from dapo_jax.hub.repositories import model_at
+from dapo_jax.meshes import FILLED, make_meshes
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.load import context_length
+from dapo_jax.models.weights import weight_table
+from dapo_jax.monitor.records import read_config
+from dapo_jax.parallel.divisors import divisors
+from dapo_jax.parallel.memory import free_bytes
+from dapo_jax.parallel.processes import gather, is_first
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible
+from dapo_jax.places import is_address
+from dapo_jax.problems import read_problems
+from dapo_jax.settings import chosen_attention
+from dapo_jax.training_memory import training_bytes
+
+LONGEST_PROMPT = 2048  # tokens; longer prompts are left out
+PROMPTS, RESPONSE, AT_ONCE = (16, 64), (128, 1024), (16, 64)  # on CPUs, on accelerators: per step, tokens, per pass
+SIZES = (
+    *("mesh.fsdp", "rollout.n", "data.train_batch_size", "actor.ppo_mini_batch_size"),
+    *("data.max_prompt_length", "data.filter_overlong_prompts", "data.max_response_length"),
+    "actor.ppo_micro_batch_size_per_device",
+)
+
+
+def names_model(name: str) -> bool:
+    """Whether `name` is a model, and no recipe or config file: a directory, .gguf file, address or name on the hub."""
+    if name.endswith((".py", ".json", ".yaml", ".yml")):
+        return False
+    return (
+        Path(name).expanduser().is_dir() or name.endswith(".gguf") or is_address(name) or model_name(name) is not None
+    )
+
+
+def config_of_model(model: str) -> ConfigDict:
+    """The defaults, with this model and a workdir of its name."""
+    config = default_config()
+    config.model.path = model
+    config.workdir = f"runs/{Path(model.partition('@')[0]).name.removesuffix('.gguf')}"
+    return config
+
+
+def with_sizes(config: Config, given: Mapping[str, Any]) -> Config:
+    """`config` with SIZES for its model, its data and the devices, which are printed. Every process must call it.
+
+    A workdir with a run keeps that run's, so that the same command resumes it.
+
+    Args:
+        given: options that the caller has set, which stay.
+    """
+    before = read_config(config.workdir) if is_first() else None
+    kept = gather({key: attrgetter(key)(before) for key in SIZES} if before else None)[0]
+    if kept is not None:
+        return _told(config, kept, given, f"sizes of the run in {config.workdir}")
+    downloaded = with_downloads(config)
+    arch, tokenizer = read_model(downloaded)
+    found = {**_batch_sizes(config, arch, given), **_lengths(downloaded, tokenizer, given)}
+    sized = with_values(config, {key: value for key, value in found.items() if key not in given})
+    found[SIZES[-1]] = _micro_batch_size(sized, arch)
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    return _told(config, found, given, f"sizes for {devices}, of which any can be given")
+
+
+def _batch_sizes(config: Config, arch: Architecture, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All devices share the parameters, as far as they divide them, and each has rows of a mini-batch."""
+    devices, mesh = jax.device_count(), config.mesh
+    others = mesh.tensor * max(mesh.data, 1)
+    fsdp = 1
+    if devices % others == 0 and not config.trainer.rollout_ahead:
+        table, tensor = weight_table(arch), mesh.tensor
+        shapes = [{"data": 1, "fsdp": size, "tensor": tensor} for size in divisors(devices // others)]
+        fitting = [
+            one["fsdp"] for one in shapes if not any(indivisible(table, one, r) for r in (TRAIN_RULES, DECODE_RULES))
+        ]
+        fsdp = max(fitting, default=1)
+    n = given.get("rollout.n", 8)
+    prompts = given.get("data.train_batch_size", max(_of_platform(PROMPTS), 2 * devices))
+    mini = prompts // 4 if prompts % 4 == 0 and prompts // 4 * n >= devices else prompts
+    return dict(zip(SIZES, (fsdp, n, prompts, mini), strict=False))
+
+
+def _lengths(config: Config, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Prompts as long as those of the data, and responses as the model's context has room for."""
+    longest = given.get("data.max_prompt_length") or _longest_prompt(config, tokenizer)
+    prompt = longest if "data.max_prompt_length" in given else min(bucket(longest), LONGEST_PROMPT)
+    context = context_length(model_at(first_model(config), weights=False)) or prompt + _of_platform(RESPONSE)
+    response = max(min(_of_platform(RESPONSE), context - prompt), 1)
+    return dict(zip(SIZES[4:], (prompt, longest > prompt, response), strict=False))
+
+
+def _longest_prompt(config: Config, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest prompt to train or to evaluate on. What is wrong with the data, the run says."""
+    logging.disable(logging.WARNING)
+    try:
+        any_length = {"data.max_prompt_length": sys.maxsize, "data.filter_overlong_prompts": False}
+        sets = read_problems(with_values(config, any_length), tokenizer).by_prompts()
+    finally:
+        logging.disable(logging.NOTSET)
+    return max(len(tokens) for prompts, _ in sets for tokens in prompts.tokens)
+
+
+def _micro_batch_size(config: Config, arch: Architecture) -> int:
+    """The largest power of two, up to a device's share of a mini-batch, that fits its memory by the estimate."""
+    mesh = make_meshes(config, arch).training
+    stores_scores, free = chosen_attention(config, arch, mesh)[0] == "xla", FILLED * free_bytes(mesh)
+    rows = config.actor.ppo_mini_batch_size * config.rollout.n // mesh.size
+    size = 1
+    while 2 * size <= min(rows, _of_platform(AT_ONCE)):
+        larger = with_values(config, {SIZES[-1]: 2 * size})
+        if training_bytes(larger, arch, mesh, stores_scores=stores_scores) > free:
+            break
+        size *= 2
+    return size
+
+
+def _of_platform(sizes: tuple[int, int]) -> int:
+    return sizes[jax.default_backend() != "cpu"]
+
+
+def _told(config: Config, found: Mapping[str, Any], given: Mapping[str, Any], what: str) -> Config:
+    values = {key: value for key, value in found.items() if key not in given and value is not False}
+    if is_first() and values and config.monitor.console in ("steps", "detailed"):
+        say(f"{what}: {' '.join(f'{key}={value}' for key, value in values.items())}")
+    return with_values(config, values)
