@@ -48,6 +48,14 @@ def _rows(table: str) -> Iterator[Metric]:
             yield Metric(name, unit, formula, *header)
 
 
+MAIN_CURVES = {  # title -> metric, in the order in which people look; None: held-out accuracy
+    "held-out accuracy": None,
+    "training accuracy, means of groups": "rollout/acc/mean",
+    "share of groups dropped": "train/filter_rate",
+    "response length, tokens": "response_length/mean",
+    "entropy, nats per token": "actor/entropy",
+    "tokens sampled per step": "dynamic_sampling/generated_tokens",
+}
 CATALOGUE = tuple(_rows(metric_table.METRICS))
 HISTOGRAMS = tuple(_rows(metric_table.HISTOGRAMS))
 

@@ -154,7 +154,7 @@ class RunRecords:
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes some responses of a step with their scores, one dict of text and numbers per line.
 
-        TensorBoard shows those of each "kind" as one text.
+        TensorBoard shows them as one table.
         """
         if not samples or not self._enabled:
             return

@@ -1,7 +1,6 @@
-"""Host: writes a run for TensorBoard: curves with an overview, histograms, responses and the config."""
+"""Host: writes a run for TensorBoard: curves with an overview, histograms, responses, and options to compare."""
 
 import json
-import textwrap
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -9,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import traverse_util
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
+from dapo_jax.monitor.catalogue import MAIN_CURVES
+from dapo_jax.monitor.readable import markdown_table
+from dapo_jax.monitor.recipe import RECIPE
+
 _BUCKETS = 30
 _OWN_OPTIONS = ("workdir", "trainer.experiment_name", "trainer.checkpoint_dir")  # different for every run
-_RESULTS = "Results"  # sorts before the other groups of curves and of table columns
-_TEXTS = {  # in order of interest
-    kind: f"{number}_{kind}" for number, kind in enumerate(("held_out", "best", "worst", "truncated", "any"))
-}
+_USUAL_OPTIONS = ("actor.optim.lr", "seed")  # in the table of runs also where no two runs differ
+_MAIN = "Main"  # sorts before the other groups of curves and of table columns
 EVENTS = "events.out.tfevents.*"  # file names
 Histograms = dict[str, dict[str, Any]]  # made by `histogram` and `counted`, by name
 
@@ -81,9 +83,8 @@ class TensorBoard:
             for path in earlier:
                 path.unlink()
             earlier = []
-        self._new = not earlier
-        self._closed = False
-        self._results: frozenset[str] = frozenset()
+        self._folder, self._new, self._closed = folder, not earlier, False
+        self._results: Collection[str] = ()
         # The writer names files by second and host, and overwrites: the suffix keeps two starts apart.
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{len(earlier):04d}")
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
@@ -91,47 +92,45 @@ class TensorBoard:
             self._add(first_step, [summary.custom_scalars(LAYOUT)])
 
     def add_config(self, config: Mapping[str, Any], results: Collection[str]) -> None:
-        """The options of the run, and the metrics that are shown in a group of their own; only a new run writes them.
+        """The options that runs are compared by, written by a new run only, and the held-out accuracies of the run.
 
-        TensorBoard's table of runs finds out itself which options differ, shows these first and ticks five. It does
-        not where a run says what the columns are. Without that, every curve is a column, in the order of names.
+        TensorBoard's table of runs ticks five options, those that differ first, and the first five curves. It has what
+        any run writes, so a run leaves out what it shares with the others (`_compared`).
 
         Args:
-            config: value by dotted key.
-            results: names of the metrics that runs are compared by.
+            config: value of every option by dotted key.
+            results: names of the metrics that runs are compared by, eval/{task}/acc/mean@n.
         """
-        self._results = frozenset(results)
+        self._results = results
         if self._new:
-            shown = {
-                key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-                for key, value in config.items()
-                if key not in _OWN_OPTIONS
-            }
-            _, start, _ = summary.hparams(shown, {})
+            _, start, _ = summary.hparams(_compared(config, self._folder), {})
             self._add(0, [start])
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a point to each metric's curve. Tags cannot contain "@": `mean@4` is shown as `mean_4`."""
-        results = {f"{_RESULTS}/{name}": value for name, value in values.items() if name in self._results}
-        self._add(
-            step,
-            [
-                Summary(value=[Summary.Value(tag=_tag(name), simple_value=value)])
-                for name, value in [*results.items(), *values.items()]
-            ],
-        )
+        """Adds a point to each metric's curve, and to the main curves, which are in a group of their own.
+
+        Tags cannot contain "@": `mean@4` is shown as `mean_4`.
+        """
+        points = [*self._main_curves(values).items(), *values.items()]
+        self._add(step, [Summary(value=[Summary.Value(tag=_tag(name), simple_value=value)]) for name, value in points])
+
+    def _main_curves(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Of MAIN_CURVES, by tag; held-out accuracy is one for each task."""
+        found = {}
+        for number, (title, metric) in enumerate(MAIN_CURVES.items(), start=1):
+            tag = f"{_MAIN}/{number} {title}"
+            tasks = {f"{tag}, {name.removeprefix('eval/').partition('/acc/')[0]}": name for name in self._results}
+            curves = tasks if metric is None else {tag: metric}
+            found |= {tag: values[name] for tag, name in curves.items() if name in values}
+        return found
 
     def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
         """Adds histograms made by `histogram` or `counted`, by name."""
         self._add(step, [_histogram_summary(name, parts) for name, parts in histograms.items()])
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Adds responses as text, each "kind" under its own tag; held-out ones, best and worst come first."""
-        kinds: dict[str, list[Mapping[str, Any]]] = {}
-        for sample in samples:
-            kinds.setdefault(str(sample.get("kind", "any")), []).append(sample)
-        tags = {kind: f"samples/{_TEXTS.get(kind, kind)}" for kind in kinds}
-        self._add(step, [summary.text(tags[kind], _markdown(found)) for kind, found in kinds.items()])
+        """Adds responses as one table."""
+        self._add(step, [summary.text("samples", markdown_table(samples))])
 
     def close(self) -> None:
         """Closes the file. A second call does nothing."""
@@ -204,17 +203,23 @@ def _histogram_summary(name: str, parts: Mapping[str, Any]) -> Any:
     return summary.histogram_raw(_tag(name), low, high, sum(counts), total, squares, limits, counts)
 
 
+def _compared(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The options that tell a run from others: the usual ones, those of the command line, and those that have another
+    value in a run whose work directory is next to `folder`.
+    """
+    others = []
+    for path in folder.parent.glob("*/config.json"):
+        with suppress(OSError, ValueError, RecursionError):  # unreadable, or no run's
+            found = json.loads(path.read_bytes())
+            others.append(traverse_util.flatten_dict(found, sep=".") if isinstance(found, dict) else {})
+    named = {*_USUAL_OPTIONS, *(recipe.given if (recipe := RECIPE.get()) else ())}
+    plain = json.loads(json.dumps(config))  # tuples become lists, as in the files
+    return {
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+        for key, value in plain.items()
+        if key not in _OWN_OPTIONS and (key in named or any(other.get(key, value) != value for other in others))
+    }
+
+
 def _tag(name: str) -> str:
     return name.replace("@", "_")
-
-
-def _markdown(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Numbers on one line, then each text as a code block, so TensorBoard shows it exactly as sampled."""
-    blocks = []
-    for number, sample in enumerate(samples):
-        texts = {name: value for name, value in sample.items() if isinstance(value, str) and name != "kind"}
-        numbers = {name: value for name, value in sample.items() if not isinstance(value, str)}
-        blocks.append(f"### {number + 1}")
-        blocks += [", ".join(f"{name} **{value:g}**" for name, value in numbers.items())] * bool(numbers)
-        blocks += [f"{name}\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in texts.items()]
-    return "\n\n".join(blocks)

@@ -1,9 +1,9 @@
 """Host: responses from the beginning and from the end of a run, in pairs."""
 
-import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dapo_jax.monitor.readable import shortened, visible
 from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.report.numbers import is_number, number
 from dapo_jax.report.read import RunFiles, read_samples
@@ -19,8 +19,6 @@ KINDS = {  # of sample_texts.trained_texts, the fairest first
     "worst": "among the worst of its step",
     "truncated": "cut off at the length limit",
 }
-PLAIN = "\n\t\u200c\u200d"  # the last two join letters and emoji
-BEGIN, END = 900, 500  # characters of a long text that are shown
 
 
 class Shown(NamedTuple):
@@ -127,20 +125,4 @@ def shown(step: int, sample: Sample) -> Shown:
         score=", ".join(f"{name} {number(value)}" for name, value in scores.items() if is_number(value)),
         length=f"{number(sample['length'])} tokens" if is_number(sample.get("length")) else "",
         truth=visible(shortened(str(sample.get("ground_truth", "")))),
-    )
-
-
-def shortened(text: str) -> str:
-    """The beginning and the end of a long text, where the question and the answer are."""
-    left_out = len(text) - BEGIN - END
-    return text if left_out <= 0 else f"{text[:BEGIN]}\n[... {left_out:,} characters left out ...]\n{text[-END:]}"
-
-
-def visible(text: str) -> str:
-    """The text with control characters, and those that turn the direction of text, as what they are: <U+202E>."""
-    return "".join(
-        character
-        if character in PLAIN or unicodedata.category(character) not in ("Cc", "Cf", "Cs")
-        else f"<U+{ord(character):04X}>"
-        for character in text
     )

@@ -23,17 +23,10 @@ from typing import Any
 from dapo_jax.command.command_line import refusals
 from dapo_jax.errors import InputError
 from dapo_jax.held_out import mean_accuracy
+from dapo_jax.monitor.catalogue import MAIN_CURVES
 from dapo_jax.monitor.records import METRICS
 from dapo_jax.tools.run_files import metrics_of, record_of
 
-PANELS = {  # title -> metric; None: the mean held-out accuracy
-    "held-out accuracy": None,
-    "training accuracy, means of groups": "rollout/acc/mean",
-    "share of groups dropped": "train/filter_rate",
-    "response length, tokens": "response_length/mean",
-    "entropy, nats per token": "actor/entropy",
-    "tokens sampled per step": "dynamic_sampling/generated_tokens",
-}
 AXES = {  # name -> label, what a step adds
     "steps": ("training steps", None),
     "tokens": ("tokens sampled", "dynamic_sampling/generated_tokens"),
@@ -100,7 +93,7 @@ def figure_of(runs: Sequence[str], x: str) -> Any:
     figure = empty_figure(figsize=(12, 6), layout="constrained")
     grid = figure.subplots(2, 3)
     for name, rows in curves:
-        for (title, metric), axes in zip(PANELS.items(), grid.flat, strict=True):
+        for (title, metric), axes in zip(MAIN_CURVES.items(), grid.flat, strict=True):
             axes.plot(*points(rows, metric, x), marker="." if metric is None else None, label=name)
             axes.set(title=title, xlabel=AXES[x][0])
             axes.grid(alpha=0.3)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from dapo_jax.monitor.catalogue import HISTOGRAMS, Metric, sections
+from dapo_jax.monitor.catalogue import HISTOGRAMS, MAIN_CURVES, Metric, sections
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -25,6 +25,8 @@ In a name, `{a|b}` means one of several parts, `{score}` a number that the verif
 `{task}` a task set ([evaluation.md](evaluation.md)), and `{n}` and `{k}` numbers of samples. Standard deviations are
 population standard deviations. A metric with a name of verl or Trinity-RFT has their formula, unless the table says
 otherwise. "Trained" means what the group filter has kept.
+
+TensorBoard has every metric under its name here, with `_` for `@`, and these also in the group `Main`, its first:
 """
 
 TAIL = """
@@ -91,7 +93,8 @@ class MLflow:
 
 def document() -> str:
     """The text of docs/metrics.md."""
-    parts = [HEAD]
+    main = ", ".join(f"`{metric or 'eval/{task}/acc/mean@{n}'}`" for metric in MAIN_CURVES.values())
+    parts = [f"{HEAD}{main}.\n"]
     for section, metrics in sections():
         parts += [f"\n## {section.strip('{}').replace('|', '/, ')}/\n", *table(metrics)]
     parts += ["\n## Histograms, only in TensorBoard\n", *table(HISTOGRAMS)]

@@ -73,7 +73,7 @@ def test_numbers_that_are_not_finite_are_null_and_not_in_tensorboard(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1, "loss": None, "ratio": None, "lr": 0.5}]
     (sample,) = (tmp_path / "samples/step_000001.jsonl").read_text().splitlines()
     assert json.loads(sample, parse_constant=pytest.fail) == {"score": None, "length": 3}
-    assert [tag for _, tag, _ in shown_values(tmp_path)] == ["lr", "samples/4_any/text_summary"]
+    assert [tag for _, tag, _ in shown_values(tmp_path)] == ["lr", "samples/text_summary"]
 
 
 def test_what_is_not_a_number_is_named(tmp_path):
@@ -102,8 +102,8 @@ def test_samples_are_written_as_lines_and_as_text(tmp_path):
     lines = (tmp_path / "samples/step_000012.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == samples and "二" in lines[0]
     ((step, tag, text),) = shown_values(tmp_path)
-    assert (step, tag) == (12, "samples/4_any/text_summary")
-    assert "    二 ``` <b>" in text and "### 2\n\nscore **-1**" in text
+    assert (step, tag) == (12, "samples/text_summary")
+    assert text.endswith("|  | 1+1=?<br> | 二 &#96;&#96;&#96; &#60;b&#62; |  | 1 |\n|  |  |  |  | -1 |")
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 5, "actor/pg_lo', '{"step": 5, "acc/加'])

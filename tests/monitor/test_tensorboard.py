@@ -1,13 +1,17 @@
-"""Host: what TensorBoard is given: charts of metrics that exist, histograms, texts, the config; all at once on disk."""
+"""Host: what TensorBoard is given: charts of metrics that exist, histograms, options; all at once on disk."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
 from event_files import values_of
+from flax import traverse_util
 from tensorboardX.proto.layout_pb2 import Layout
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from dapo_jax.monitor.catalogue import MAIN_CURVES
+from dapo_jax.monitor.recipe import RECIPE, Recipe
 from dapo_jax.monitor.tensorboard import EVENTS, LAYOUT, TensorBoard, counted, histogram
 
 
@@ -42,27 +46,55 @@ def test_starts_before_the_first_checkpoint_leave_the_next_one_a_name_of_its_own
         assert sorted(path.suffix for path in tmp_path.glob(EVENTS)) == kept
 
 
-def test_the_config_and_the_results_are_the_table_of_runs(tmp_path):
-    config = {"actor.lr": 1e-6, "data.shuffle": True, "data.files": ["a", "b"], "path": None, "workdir": "a"}
-    for first_step in (0, 5):
-        board = TensorBoard(tmp_path, first_step=first_step)
-        board.add_config(config | {"seed": first_step}, ["eval/x/acc/mean@4"])
-        board.close()
-    [part] = [value for _, value in values_of(tmp_path) if value.metadata.plugin_data.plugin_name == "hparams"]
-    assert part.tag == "_hparams_/session_start_info"  # with "experiment", TensorBoard would not look what differs
-    given = HParamsPluginData.FromString(part.metadata.plugin_data.content).session_start_info.hparams
-    assert (given["seed"].number_value, given["actor.lr"].number_value) == (0.0, 1e-6)
-    assert given["data.shuffle"].bool_value is True
-    assert json.loads(given["data.files"].string_value) == ["a", "b"] and given["path"].string_value == "null"
-    assert "workdir" not in given  # it differs always
+def options_shown(folder):
+    """In TensorBoard's table of runs."""
+    found = [value for _, value in values_of(folder) if value.metadata.plugin_data.plugin_name == "hparams"]
+    assert [part.tag for part in found] == ["_hparams_/session_start_info"]  # "experiment" would fix the columns
+    shown = HParamsPluginData.FromString(found[0].metadata.plugin_data.content).session_start_info.hparams
+    return {key: getattr(value, value.WhichOneof("kind")) for key, value in shown.items()}
 
 
-def test_results_come_before_every_other_curve(board, tmp_path):
-    board.add_config({}, ["eval/x/acc/mean@4"])
+def test_the_table_of_runs_has_what_differs_from_runs_next_to_it_or_was_given(tmp_path):
+    config = {"actor.optim.lr": 1e-6, "data.shuffle": True, "data.files": ("a", "b"), "path": None, "seed": 0}
+    for name, changes, given in (
+        ("first", {}, []),
+        ("same", {}, []),
+        ("given", {"path": "b"}, ["path", "workdir"]),
+        ("other", {"data.files": ("a", "c"), "data.shuffle": False, "seed": 1}, []),
+    ):
+        (tmp_path / name).mkdir()
+        options = config | changes | {"workdir": name}
+        nested = traverse_util.unflatten_dict(options, sep=".")
+        (tmp_path / name / "config.json").write_text(json.dumps(nested))
+        (tmp_path / name / "2").mkdir()
+        (tmp_path / name / "2" / "config.json").write_text('{"seed": 8}')  # not next to it
+        for first_step in (0, 5):  # the later start adds nothing
+            token = RECIPE.set(Recipe("mine.py", given, None))
+            with closing(TensorBoard(tmp_path / name, first_step=first_step)) as board:
+                board.add_config(options, [])
+            RECIPE.reset(token)
+    for name, text in (("broken", '{"seed": 1'), ("list", "[1]"), ("model", '{"vocab_size": 3}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    usual = {"actor.optim.lr": 1e-6, "seed": 0}
+    assert options_shown(tmp_path / "first") == options_shown(tmp_path / "same") == usual
+    assert options_shown(tmp_path / "given") == usual | {"path": "b"}
+    different = {"seed": 1, "data.shuffle": False, "data.files": '["a", "c"]', "path": "null"}
+    assert options_shown(tmp_path / "other") == usual | different
+
+
+def test_the_main_curves_come_before_every_other_and_in_their_order(board, tmp_path):
+    board.add_config({}, ["eval/x/acc/mean@4", "eval/b/c/acc/mean@1"])
+    metrics = dict.fromkeys(filter(None, MAIN_CURVES.values()), 2.0)
     board.add_scalars(0, {"actor/lr": 1e-6, "eval/x/acc/mean@4": 0.5, "eval/x/acc/best@4": 0.75})
-    points = {value.tag: value.simple_value for _, value in values_of(tmp_path) if value.HasField("simple_value")}
-    assert sorted(points)[0] == "Results/eval/x/acc/mean_4" and points["Results/eval/x/acc/mean_4"] == 0.5
-    assert points["eval/x/acc/mean_4"] == 0.5 and len(points) == 4
+    board.add_scalars(1, metrics | {"eval/x/acc/mean@4": 0.75, "eval/b/c/acc/mean@1": 0.25})
+    points = [(value.tag, step) for step, value in values_of(tmp_path) if value.HasField("simple_value")]
+    assert dict(sorted(points)[:8]) == {
+        "Main/1 held-out accuracy, b/c": 1,
+        "Main/1 held-out accuracy, x": 1,
+        **{f"Main/{number} {title}": 1 for number, title in enumerate(list(MAIN_CURVES)[1:], start=2)},
+    }
+    assert ("Main/1 held-out accuracy, x", 0) in points and ("eval/x/acc/mean_4", 1) in points and len(points) == 18
 
 
 def test_a_histogram_keeps_counts_ends_and_moments(board, tmp_path):
@@ -94,13 +126,3 @@ def test_counts_are_a_histogram_without_their_empty_ends(board, tmp_path):
     assert shown.tag == "ratio" and (shown.histo.min, shown.histo.max, shown.histo.num) == (0.5, 1.25, 4)
     assert list(shown.histo.bucket_limit) == [0.75, 1.0, 1.25] and list(shown.histo.bucket) == [3, 0, 1]
     assert shown.histo.sum == 3 * 0.625 + 1.125
-
-
-def test_each_kind_of_sample_is_a_text_of_its_own(board, tmp_path):
-    best = {"kind": "best", "response": "a\n\nb", "score": 1.0, "length": 3}
-    board.add_samples(2, [best, {"kind": "worst", "response": "c"}])
-    found = [value for _, value in values_of(tmp_path) if value.tag.startswith("samples")]
-    assert {value.tag: value.tensor.string_val[0].decode() for value in found} == {
-        "samples/1_best/text_summary": "### 1\n\nscore **1**, length **3**\n\nresponse\n\n    a\n    \n    b",
-        "samples/2_worst/text_summary": "### 1\n\nresponse\n\n    c",
-    }

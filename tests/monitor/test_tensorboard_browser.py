@@ -15,6 +15,7 @@ from ports import free_port
 from waiting import wait_until
 
 from dapo_jax.config.sections import Config
+from dapo_jax.monitor.catalogue import MAIN_CURVES
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import LAYOUT, histogram
 from dapo_jax.reports import options
@@ -27,6 +28,7 @@ STAGES = ("gen", "reward", "update_actor")
 EVAL = "eval/math/acc/mean@4"
 METRICS = (
     *(f"timing_s/{stage}" for stage in ("step", "testing", *STAGES)),
+    *("train/filter_rate", "dynamic_sampling/generated_tokens"),
     *(f"response_length/{name}" for name in ("mean", "max", "clip_ratio")),
     *("rollout/acc/mean", "critic/rewards/mean", "actor/entropy", "actor/pg_loss", "perf/throughput"),
     *("alarm/truncation", "alarm/entropy"),
@@ -41,7 +43,7 @@ def write(workdir, rate, first, end, *, resume_step=None):
         for step in range(first, end):
             records.write(step, dict.fromkeys([*METRICS, EVAL] if step % 5 == 0 else METRICS, 0.01 * step))
             records.write_histograms(step, {"critic/advantages": histogram(np.random.default_rng(0).normal(size=200))})
-            texts = [{"kind": kind, "response": f"a {kind} answer of {step}"} for kind in ("any", "best", "worst")]
+            texts = [{"kind": kind, "response": f"a {kind}\n| <b>answer</b> of {step}"} for kind in ("any", "best")]
             records.write_samples(step, texts)
 
 
@@ -119,24 +121,33 @@ def test_every_chart_of_a_category_has_curves_and_a_legend(look, category):
             assert all(sum(stage in entry for entry in entries) == len(RUNS) for stage in STAGES), entries
 
 
-def test_responses_can_be_read_the_best_and_the_worst_first(look):
+def test_the_main_curves_are_the_first_cards(look):
+    tags = look("timeseries").locator("card-view [title]").filter(has_text="/")
+    tags.nth(5).wait_for(timeout=60_000)
+    titles = tags.evaluate_all("tags => tags.map(tag => tag.title)")
+    assert [title.removesuffix(", math") for title in titles[:6]] == [
+        f"Main/{number} {title}" for number, title in enumerate(MAIN_CURVES, start=1)
+    ]
+
+
+def test_responses_of_a_step_are_one_table(look):
     page = look("text")
-    for kind in ("best", "worst"):
-        see(page, f"a {kind} answer of {STEPS - 1}")
-    found = [page.get_by_text(f"samples/{tag}").first.bounding_box() for tag in ("1_best", "2_worst")]
-    assert found[0]["y"] < found[1]["y"]
+    see(page, f"| <b>answer</b> of {STEPS - 1}")
+    rows = page.locator("tr tr").filter(has_text=f"of {STEPS - 1}").all_inner_texts()
+    assert [row.split("\t")[0] for row in rows] == ["best", "any"] * len(RUNS)
 
 
 def test_histograms_are_shown(look):
     see(look("histograms"), "critic/advantages")
 
 
-def test_the_table_of_runs_begins_with_what_differs_and_the_results(look):
+def test_the_table_of_runs_ticks_what_differs_and_the_main_curves(look):
     page = look("hparams")
     see(page, "actor.optim.lr")
     boxes = page.locator("paper-checkbox").evaluate_all("boxes => boxes.map(box => [box.innerText, box.checked])")
-    assert boxes[0] == ["actor.optim.lr", True]  # the one option that differs
-    columns = [name for name, shown in boxes if shown]
-    assert f"Results/{EVAL}".replace("@", "_") in columns
+    assert boxes[:2] == [["actor.optim.lr", True], ["seed", True]]
+    assert [name.partition(" ")[0] for name, shown in boxes if shown and "/" in name] == [
+        f"Main/{n}" for n in range(1, 6)
+    ]
     for rate in ("0.0000010000", "0.0000040000"):
         see(page, rate)

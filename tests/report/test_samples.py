@@ -3,7 +3,7 @@
 from run_folder import sample, write_run
 
 from dapo_jax.report.read import read_run
-from dapo_jax.report.samples import BEGIN, END, HELD_OUT_PAIRS, KINDS, PAIRS, shortened, trained_pairs, visible
+from dapo_jax.report.samples import HELD_OUT_PAIRS, KINDS, PAIRS, trained_pairs
 from dapo_jax.report.samples import held_out_pairs as evaluated_pairs
 
 
@@ -66,14 +66,3 @@ def test_a_verdict_is_a_word_and_scores_have_names(tmp_path):
     assert [shown.verdict for shown in found] == ["right", "wrong"]
     assert found[0].score == "score 1, acc 1, reward 0.500" and found[0].length == "3 tokens"
     assert pairs_of(tmp_path, {1: early[2:], 9: early[2:]})[0].before.verdict == "other"
-
-
-def test_a_long_text_keeps_its_beginning_and_its_end():
-    text = "a" * BEGIN + "b" * 5000 + "c" * END
-    assert shortened(text) == f"{'a' * BEGIN}\n[... 5,000 characters left out ...]\n{'c' * END}"
-    assert shortened("short") == "short"
-
-
-def test_what_cannot_be_seen_is_written_out():
-    assert visible("é\n\t\u200d漢 ok") == "é\n\t\u200d漢 ok"
-    assert visible("\x00\r\u202e\u200b") == "<U+0000><U+000D><U+202E><U+200B>"
