@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dapo_jax.interface.policy import Samples as Samples
     from dapo_jax.interface.training import TrainResult as TrainResult
     from dapo_jax.interface.training import train as train
+    from dapo_jax.tools.plot import live_curves as live_curves
 
 __version__ = "0.1.0"
 _MODULES = {  # name: its module
@@ -27,6 +28,7 @@ _MODULES = {  # name: its module
     "recipes": "config.recipes",
     "train": "interface.training",
     "TrainResult": "interface.training",
+    "live_curves": "tools.plot",
     "Policy": "interface.policy",
     "Samples": "interface.policy",
     "keep_groups": "interface.algorithms",
