@@ -118,7 +118,7 @@ class TensorBoard:
         """Of MAIN_CURVES, by tag; held-out accuracy is one for each task."""
         found = {}
         for number, (title, metric) in enumerate(MAIN_CURVES.items(), start=1):
-            tag = f"{_MAIN}/{number} {title}"
+            tag = f"{_MAIN}/{number} {title.partition(',')[0]}"  # a card has little room
             tasks = {f"{tag}, {name.removeprefix('eval/').partition('/acc/')[0]}": name for name in self._results}
             curves = tasks if metric is None else {tag: metric}
             found |= {tag: values[name] for tag, name in curves.items() if name in values}
