@@ -13,9 +13,10 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=[*find_packages(include=["dapo_jax", "dapo_jax.*"]), "dapo_jax.recipes"],
-    package_dir={"dapo_jax.recipes": "configs"},
+    packages=[*find_packages(include=["dapo_jax", "dapo_jax.*"]), "dapo_jax.recipes", "dapo_jax.launchers"],
+    package_dir={"dapo_jax.recipes": "configs", "dapo_jax.launchers": "scripts/launch"},
     package_data={
+        "dapo_jax.launchers": ["*"],
         "dapo_jax.recipes": ["shapes/*/*.json"],
         "dapo_jax.report": ["page.html", "page.css", "page.js"],
     },
@@ -69,7 +70,7 @@ setup(
         "browser": ["tensorboard>=2.19", "playwright>=1.50"],  # tests in a browser
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
         "tpu-preflight": ["jax[tpu]>=0.10.2,<0.13"],  # libtpu compiles for TPUs that are not there
-        "cuda12": ["jax[cuda12]>=0.10.2,<0.13"],
         "cuda13": ["jax[cuda13]>=0.10.2,<0.13"],
+        "cuda12": ["jax[cuda12]>=0.10.2,<0.13"],  # for drivers before 580, and GPUs before Turing
     },
 )

@@ -24,7 +24,7 @@ from dapo_jax.config import default_config
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/cpo"
-    config.model.path = "models/Qwen3-4B-Base"
+    config.model.path = "Qwen/Qwen3-4B-Base"
     config.data.train_files = ("data/dapo-math-17k.parquet",)
     config.data.val_files = ("data/aime-2024.parquet",)
     config.data.train_batch_size = 1024

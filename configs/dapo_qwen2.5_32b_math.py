@@ -32,7 +32,7 @@ from dapo_jax.config import default_config
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/dapo_qwen2.5_32b_math"
-    config.model.path = "models/Qwen2.5-32B"
+    config.model.path = "Qwen/Qwen2.5-32B"
     config.data.train_files = ("data/dapo-math-17k.parquet",)
     config.data.val_files = ("data/aime-2024.parquet",)
     config.data.gen_batch_size = 1536

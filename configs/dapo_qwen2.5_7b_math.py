@@ -10,10 +10,11 @@ Model: Qwen/Qwen2.5-Math-7B of the Hugging Face hub. Data: BytedTsinghua-SIA/DAP
 BytedTsinghua-SIA/AIME-2024 of the hub. Their files have every problem about 100 and 32 times. Use one copy of each,
 since evaluate.n draws the 32 samples and training repeats the prompts for any number of epochs:
 
-    python scripts/data/prepare_math_dapo.py dapo-math-17k.parquet
-    python scripts/data/prepare_aime.py aime-2024.parquet
+    dapo-jax data dapo-math-17k
+    dapo-jax data aime-2024
 
-scripts/launch/run_dapo_math.sh does everything: data, preflight, training, export, evaluation.
+docs/one_node.md goes from an empty machine to a served model with this recipe; scripts/launch/run_dapo_math.sh does it
+in one command: data, preflight, training, evaluation, export.
 
 Memory: in sampling, mesh.tensor divides the 28 heads (4 key-value heads) by 4; training has fsdp 8 (mesh.train_tensor,
 docs/scaling.md). As many responses are decoded at once as fit rollout.kv_memory_share of what parameters, moments and
@@ -35,7 +36,7 @@ from dapo_jax.config import default_config
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/dapo_qwen2.5_7b_math"
-    config.model.path = "models/Qwen2.5-Math-7B"
+    config.model.path = "Qwen/Qwen2.5-Math-7B"
     config.data.train_files = ("data/dapo-math-17k.parquet",)
     config.data.val_files = ("data/aime-2024.parquet",)
     config.data.max_prompt_length = 2048

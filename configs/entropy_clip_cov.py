@@ -26,7 +26,7 @@ from dapo_jax.config import default_config
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/entropy_clip_cov"
-    config.model.path = "models/Qwen2.5-7B"
+    config.model.path = "Qwen/Qwen2.5-7B"
     config.data.train_files = ("data/dapo-math-17k.parquet",)
     config.data.val_files = ("data/aime-2024.parquet",)
     config.data.train_batch_size = 256

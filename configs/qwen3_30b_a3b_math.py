@@ -27,7 +27,7 @@ from dapo_jax.config import default_config
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/qwen3_30b_a3b_math"
-    config.model.path = "models/Qwen3-30B-A3B"
+    config.model.path = "Qwen/Qwen3-30B-A3B"
     config.data.train_files = ("data/dapo-math-17k.parquet",)
     config.data.val_files = ("data/aime-2024.parquet",)
     config.data.gen_batch_size = 1536

@@ -27,7 +27,7 @@ from dapo_jax.config import default_config
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/smollm3_3b_math"
-    config.model.path = "models/SmolLM3-3B"
+    config.model.path = "HuggingFaceTB/SmolLM3-3B"
     config.data.train_files = ("data/dapo-math-17k.parquet",)
     config.data.val_files = ("data/aime-2024.parquet",)
     config.data.chat_template_kwargs = '{"enable_thinking": false}'

@@ -7,7 +7,7 @@ import pytest
 from dapo_jax import __version__, cli
 from dapo_jax.command.command_line import read_config
 from dapo_jax.config.files import read_config_file
-from dapo_jax.config.recipes import FOLDER, recipes
+from dapo_jax.config.recipes import FOLDER, LAUNCHERS, launchers, recipes
 from dapo_jax.config.values import freeze
 
 
@@ -66,8 +66,9 @@ def test_recipes_are_listed_and_printed(capsys):
     lines = capsys.readouterr().out.splitlines()
     places = [line for line in lines if not line.startswith(" ")]
     assert places[:3] == ["anything:", "two CPU cores:", "one GPU of 24 GB:"] and lines[1].startswith("  tiny ")
-    assert places[-1] == "128 devices of 95 GB on several hosts:"
-    assert sorted(line.split()[0] for line in lines if line not in places) == sorted(recipes())
+    assert places[-2:] == ["128 devices of 95 GB on several hosts:", "launchers:"]
+    assert sorted(line.split()[0] for line in lines if line not in places) == sorted([*recipes(), *launchers()])
     assert all(f"  {line}" in "\n".join(lines) for line in recipes().values())
-    cli.main(["configs", "tiny"])
-    assert capsys.readouterr().out == (FOLDER / "tiny.py").read_text()
+    for name, folder in (("tiny", FOLDER / "tiny.py"), ("slurm_gpu.sbatch", LAUNCHERS / "slurm_gpu.sbatch")):
+        cli.main(["configs", name])
+        assert capsys.readouterr().out == folder.read_text()

@@ -8,18 +8,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from scripts.test_prepare_data import published_dapo
+from hub_server import serving, use
 from shapes import BATCHES, SUMS
 from test_data_guide import blocks
+from tools.test_data import publish, published_dapo
 
 from dapo_jax import cli, evaluate, export
 from dapo_jax import training as train
 from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.data.published import FILES as FILES_OF_DATA
 from dapo_jax.monitor.records import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -223,21 +223,26 @@ def test_export(command, checkout):
     }
 
 
-@pytest.mark.parametrize("command", mine("scripts/data/prepare_"))
-def test_preparation_of_data(command, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("command", mine("prepare_"))
+def test_preparation_of_data(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = {"train.jsonl": "gsm8k_train", "test.jsonl": "gsm8k_test"}
-    files |= {f"{name}.jsonl": "mawps" for name in ("singleop", "addsub", "multiarith")}
-    for name, source in files.items():
-        Path(name).write_text((ROOT / f"tests/scripts/data/{source}.jsonl").read_text())
-    rows = [json.loads(line) for line in (ROOT / "tests/scripts/data/aime24.jsonl").read_text().splitlines()]
-    pq.write_table(pa.Table.from_pylist(rows), "aime-2024.parquet")
-    published_dapo(Path("dapo-math-17k.parquet"), [("What is 0 + 1?", "1")] * 3)
+    for name in ("singleop", "addsub", "multiarith"):
+        Path(f"{name}.jsonl").write_text((ROOT / "tests/scripts/data/mawps.jsonl").read_text())
     _, script, *words = shlex.split(command)
-    module = importlib.import_module(Path(script).stem)
-    importlib.import_module("data_preparation").command(module.main, words)
-    output = words[words.index("--output") + 1]
-    assert read_prompt_files([str(file) for file in Path().glob(output.replace("{split}", "*"))])
+    importlib.import_module(Path(script).stem).main(words)
+    assert read_prompt_files([str(file) for file in Path("data").glob("*/*.parquet")])
+
+
+@pytest.mark.parametrize("command", mine("dapo-jax data "))
+def test_public_data_sets(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    published_dapo(Path("dapo-math-17k.parquet"), [("What is 0 + 1?", "1")] * 3)
+    words = shlex.split(command.replace("NAME", "gsm8k").replace("/shared/", ""))[1:]
+    with serving() as hub:
+        use(hub, tmp_path / "cache", monkeypatch)
+        publish(hub)
+        cli.main(words)
+    assert read_prompt_files([str(Path("data") / file) for file in FILES_OF_DATA[words[1]]])
 
 
 @pytest.mark.parametrize("command", mine("dapo-jax plan "))

@@ -86,7 +86,7 @@ def test_help_prints_help_and_does_nothing_else(script, tmp_path):
         "benchmarks/soak --config nowhere.py",
         "comparisons/compare_trl --trl nowhere --config.nonsense=1",
         "comparisons/run_ablation --config.model.path=nowhere x",
-        "data/prepare_gsm8k nowhere.parquet",
+        "data/prepare_mawps nowhere.parquet",
     ],
 )
 def test_no_script_ends_in_a_traceback_for_a_wrong_path(command, tmp_path):

@@ -1,4 +1,4 @@
-"""Host: the recipes that come with the package, named by their file without .py."""
+"""Host: the recipes that come with the package, named by their file without .py, and the launchers."""
 
 import ast
 import re
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from dapo_jax.errors import did_you_mean
 
-_INSTALLED = Path(__file__).parents[1] / "recipes"  # setup.py puts configs/ there
-FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
+_PACKAGE, _CHECKOUT = Path(__file__).parents[1:3]  # setup.py puts configs/ and scripts/launch/ into the package
+FOLDER = found if (found := _PACKAGE / "recipes").is_dir() else _CHECKOUT / "configs"
+LAUNCHERS = found if (found := _PACKAGE / "launchers").is_dir() else _CHECKOUT / "scripts" / "launch"
 SHAPES = FOLDER / "shapes"  # config.json of well-known models, which the preflight reads
 
 
@@ -32,6 +33,12 @@ def _size(place: str) -> tuple[int, int]:
     devices, memory = re.match(r"(\d+) devices", place), re.search(r"(\d+) GB", place)
     number = int(devices[1]) if devices else 1 if place.startswith("one") else 0
     return (number, int(memory[1]) if memory else int(place != "anything"))
+
+
+def launchers() -> dict[str, str]:
+    """Each launcher's file, with the line that says what it does."""
+    texts = {file.name: file.read_text(encoding="utf-8") for file in sorted(LAUNCHERS.iterdir()) if file.is_file()}
+    return {name: re.findall(r"^# (.*)$", text, re.MULTILINE)[0] for name, text in texts.items()}
 
 
 def recipe_file(name: str) -> Path | None:

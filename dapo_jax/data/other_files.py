@@ -6,12 +6,8 @@ from pathlib import Path
 
 from etils import epath
 
-_SCRIPTS = {  # of data sets of the Hugging Face hub
-    "openai/gsm8k": "prepare_gsm8k.py",
-    "BytedTsinghua-SIA/DAPO-Math-17k": "prepare_math_dapo.py",
-    "BytedTsinghua-SIA/AIME-2024": "prepare_aime.py",
-    "MU-NLPC/Calc-mawps": "prepare_mawps.py",
-}
+from dapo_jax.data.published import FILES, command_of
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CONVERSIONS = {
     ".arrow": "convert it by datasets.Dataset.from_file(path).to_parquet(...)",
@@ -35,8 +31,8 @@ def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
     name = str(path)
     if _HUB_NAME.fullmatch(name) and path.suffix not in (*suffixes, *_CONVERSIONS) and not path.parent.exists():
         cure = f"name a split of it, hf://{name}/SPLIT or hf://{name}/CONFIG/SPLIT (pip install 'dapo_jax[hub]')"
-        if name in _SCRIPTS:
-            cure += f", or the files that `python scripts/data/{_SCRIPTS[name]} --download` writes"
+        if found := [one for one, files in FILES.items() if any(f"/{name}/" in split for split in files.values())]:
+            cure += f", or the files that `dapo-jax data {found[0]}` writes"
         return (
             f"does not exist; if {name} is a data set of the Hugging Face hub, {cure} in data.train_files or "
             "data.val_files"
@@ -44,4 +40,6 @@ def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
     if path.suffix not in suffixes and (path.suffix or path.exists()):
         cure = _CONVERSIONS.get(path.suffix, "convert it")
         return f"ends in {path.suffix!r}, must end in one of {', '.join(suffixes)}: {cure}"
+    if made_by := command_of(name):
+        return f"does not exist: `{made_by}` writes it, or correct the path"
     return f"{'is not a file' if path.exists() else 'does not exist'}: correct the path or prepare the data"

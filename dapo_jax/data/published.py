@@ -1,24 +1,54 @@
-"""Host: the rows of a data set of the hub whose columns are not verl's: GSM8K (Cobbe et al., arXiv:2110.14168)."""
+"""Host: public data sets as rows of verl's schema."""
 
 import re
 from typing import Any
 
+from dapo_jax.errors import InputError
 from dapo_jax.hub.names import data_name
 
+Row = dict[str, Any]
+
+FILES = {  # of `dapo-jax data NAME`: each file below its --output, and the split on the hub; "" = only from --input
+    "gsm8k": {f"gsm8k/{split}.parquet": f"hf://openai/gsm8k/main/{split}" for split in ("train", "test")},
+    "dapo-math-17k": {"dapo-math-17k.parquet": "hf://BytedTsinghua-SIA/DAPO-Math-17k/train"},
+    "aime-2024": {"aime-2024.parquet": "hf://BytedTsinghua-SIA/AIME-2024/train"},
+    "aime-2025": {"aime-2025.parquet": ""},
+    "amc-2023": {"amc-2023.parquet": ""},
+}
 GSM8K = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'  # verl's
 ANSWER = re.compile(r"#### (-?[0-9.,]+)\s*$")  # at the end of a solution
 
 
-def gsm8k_columns(question: str, solution: str, truth: str) -> dict[str, Any]:
-    """The columns of verl's schema for a question. The ground truth is the number without thousands commas."""
+def make_row(problem: str, *, data_source: str, ground_truth: str, extra_info: dict[str, Any]) -> Row:
+    """A row whose prompt is one message of the user."""
     return {
-        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-        "data_source": GSM8K,
+        "prompt": [{"role": "user", "content": problem}],
+        "data_source": data_source,
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth.replace(",", "")},
-        "extra_info": {"question": question, "solution": solution},
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
     }
+
+
+def text_of(record: dict[str, Any], *names: str) -> str:
+    """The text of the first of the fields `names` that the row has. InputError if none is non-empty text."""
+    value = next((record[name] for name in names if record.get(name) is not None), None)
+    if isinstance(value, str) and value.strip():
+        return value
+    found = f"it is {value!r:.60}" if value is not None else f"the row has {', '.join(record) or 'no fields'}"
+    raise InputError(
+        f"{' or '.join(names)} must be non-empty text, and {found}: give the file as its publisher ships it"
+    )
+
+
+def gsm8k_row(record: dict[str, Any]) -> Row:
+    """A row of GSM8K (Cobbe et al., arXiv:2110.14168). The ground truth is the number without thousands commas."""
+    question, solution = text_of(record, "question"), text_of(record, "answer")
+    if (found := ANSWER.search(solution)) is None:
+        raise InputError(f"answer must end in '#### <number>', not {solution[-60:]!r}: correct the row")
+    extra_info, truth = {"question": question, "solution": solution}, found[1].replace(",", "")
+    return make_row(f"{question} {INSTRUCTION}", data_source=GSM8K, ground_truth=truth, extra_info=extra_info)
 
 
 def in_verl_schema(source: str, record: Any) -> Any:
@@ -26,7 +56,16 @@ def in_verl_schema(source: str, record: Any) -> Any:
     name = data_name(source)
     if name is None or name.repository != GSM8K or not isinstance(record, dict):
         return record
-    question, solution = record.get("question"), record.get("answer")
-    if not isinstance(question, str) or not isinstance(solution, str) or (found := ANSWER.search(solution)) is None:
+    try:
+        return gsm8k_row(record)
+    except InputError:
         return record
-    return gsm8k_columns(question, solution, found[1])
+
+
+def command_of(path: str) -> str | None:
+    """The command that makes the prompt file `path`; None for other files."""
+    for name, files in FILES.items():
+        for file in files:
+            if path.endswith(f"/{file}"):
+                return f"dapo-jax data {name} --output {path.removesuffix(f'/{file}')}"
+    return None

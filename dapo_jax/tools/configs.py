@@ -1,14 +1,14 @@
-"""Host: the recipes that come with the package.
+"""Host: the recipes that come with the package, and the launchers, scripts that start a run on a cluster.
 
-dapo-jax configs           lists them by the hardware that they need
+dapo-jax configs           lists the recipes by the hardware that they need, then the launchers
 dapo-jax configs NAME      prints the file of one, to read or to copy: dapo-jax configs quickstart > mine.py
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dapo_jax.command.command_line import refusals
-from dapo_jax.config.recipes import closest, hardware, recipe_file, recipes
+from dapo_jax.config.recipes import LAUNCHERS, closest, hardware, launchers, recipe_file, recipes
 from dapo_jax.errors import InputError, say
 
 
@@ -16,14 +16,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="dapo-jax configs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", nargs="?", help="the recipe to print")
+    parser.add_argument("name", nargs="?", help="the recipe or launcher to print")
     given = parser.parse_args(arguments)
     with refusals(["configs"]):
-        say(text_of(given.name) if given.name else table(recipes(), hardware()))
+        scripts = {"launchers": launchers()}
+        say(text_of(given.name) if given.name else table({**recipes(), **scripts["launchers"]}, hardware() | scripts))
 
 
-def table(found: Mapping[str, str], groups: Mapping[str, Sequence[str]]) -> str:
-    """A line for each recipe, its name and what it does, below the hardware that it needs."""
+def table(found: Mapping[str, str], groups: Mapping[str, Iterable[str]]) -> str:
+    """A line for each name and what it does, below the hardware that it needs or what it is."""
     width = max(map(len, found))
     blocks = [
         [f"{place}:", *(f"  {name:<{width}}  {found[name]}" for name in names)] for place, names in groups.items()
@@ -32,10 +33,10 @@ def table(found: Mapping[str, str], groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def text_of(name: str) -> str:
-    """The file of a recipe."""
-    file = recipe_file(name)
+    """The file of a recipe or a launcher."""
+    file = LAUNCHERS / name if name in launchers() else recipe_file(name)
     if file is None:
-        raise InputError(f"there is no recipe {name}{closest(name)}: `dapo-jax configs` lists them")
+        raise InputError(f"there is no recipe or launcher {name}{closest(name)}: `dapo-jax configs` lists them")
     return file.read_text(encoding="utf-8").rstrip()
 
 

@@ -1,10 +1,9 @@
 """Host: MAWPS (Koncel-Kedziorski et al., NAACL 2016), word problems of one and two steps, as prompt files.
 
     python scripts/data/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl
-    python scripts/data/prepare_mawps.py --download
 
 Reads JSON Lines or Parquet with `input` and `target` (the files of PaL, arXiv:2211.10435) or with `question` and
-`result` (MU-NLPC/Calc-mawps on the Hugging Face hub).
+`result` (MU-NLPC/Calc-mawps on the Hugging Face hub), and writes DIR/train.parquet and DIR/heldout.parquet.
 
 Problems of one template tell the same story with other numbers, names and things. They all go into the same split,
 chosen by a hash of the template. So a template is never split between train and held-out, and a row's split does not
@@ -19,26 +18,22 @@ if __name__ == "__main__":  # the imports below take seconds
 
     end_at_once("prepare_mawps")
 
+import argparse
 import hashlib
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from data_preparation import (
-    Dropped,
-    Row,
-    collect_rows,
-    command,
-    given_or_downloaded,
-    make_row,
-    number_field,
-    parser_of_files,
-    split_path,
-    text_field,
-    write_rows,
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
+from script_ends import command
+
+from dapo_jax.data.published import Row, make_row, text_of
 from dapo_jax.errors import InputError
+from dapo_jax.rewards.numerals import whole_number
+from dapo_jax.tools.data import distinct_rows, write_rows
 
 EXAMPLES = (  # made up; before every problem, since a small model follows examples rather than instructions
     ("Ann has 3 red pens and 4 blue pens. How many pens does Ann have?", "3 + 4 = 7"),
@@ -46,7 +41,6 @@ EXAMPLES = (  # made up; before every problem, since a small model follows examp
     ("There are 6 boxes with 8 toys in each. How many toys are there?", "6 * 8 = 48"),
 )
 MAX_DECIMALS = 3  # of an answer: a third, for example, has no exact decimal
-REPOSITORY, PATTERN = "MU-NLPC/Calc-mawps", "data/*.parquet"
 
 NUMBER_WORDS = frozenset("one two three four five six seven eight nine ten eleven twelve".split())
 PRONOUNS = frozenset("he she it they his her its their him them hers theirs i my me you your we our us".split())
@@ -99,12 +93,14 @@ def split_of(template: str, heldout_share: float) -> str:
     return "heldout" if number < heldout_share * 2**64 else "train"
 
 
-def mawps_row(record: dict[str, Any], heldout_share: float) -> Row:
-    """A row of verl's schema. ValueError if a field is missing; Dropped if the answer is no short decimal."""
-    problem = tidy(text_field(record, "input", "question"))
-    answer = number_field(record, "target", "result")
+def mawps_row(record: dict[str, Any], heldout_share: float) -> Row | None:
+    """A row of verl's schema; None if the answer is no short decimal. InputError if a field is missing."""
+    problem, given = tidy(text_of(record, "input", "question")), record.get("target", record.get("result"))
+    answer = whole_number(str(given))
+    if answer is None:
+        raise InputError(f"target or result must be a number, not {given!r}: give the file as its publisher ships it")
     if len(answer.partition(".")[2]) > MAX_DECIMALS:
-        raise Dropped(f"answers with more than {MAX_DECIMALS} decimals")
+        return None
     template = template_of(problem)
     examples = [
         {"role": role, "content": text}
@@ -127,31 +123,26 @@ def tidy(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of_files(__doc__, REPOSITORY)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="Parquet or JSON Lines, or hf://OWNER/NAME/SPLIT")
     parser.add_argument(
         "--heldout-share", type=float, default=0.15, help="share of the templates held out (default: %(default)s)"
     )
-    parser.add_argument(
-        "--output",
-        default="data/mawps/{split}.parquet",
-        help="file to write for each split, train and heldout; .parquet or .jsonl (default: %(default)s)",
-    )
+    parser.add_argument("--output", type=Path, default=Path("data/mawps"), metavar="DIR", help="default: %(default)s")
     given = parser.parse_args(arguments)
     if not 0 < given.heldout_share < 1:
         parser.error(f"--heldout-share={given.heldout_share} must be between 0 and 1")
-    outputs = {split: split_path(given.output, split) for split in ("train", "heldout")}
-    files = given_or_downloaded(parser, given.files, given.download, REPOSITORY, PATTERN)
-    rows, counts = collect_rows(files, lambda record: mawps_row(record, given.heldout_share))
-    splits = {split: [row for row in rows if row["extra_info"]["split"] == split] for split in outputs}
+    rows, counts = distinct_rows(given.files, lambda record: mawps_row(record, given.heldout_share))
+    splits = {name: [row for row in rows if row["extra_info"]["split"] == name] for name in ("train", "heldout")}
     templates = {split: {row["extra_info"]["template"] for row in found} for split, found in splits.items()}
     assert templates["train"].isdisjoint(templates["heldout"])
     for split, found in splits.items():
         if not found:
             raise InputError(f"the {split} split has no row: change --heldout-share or give more problems")
-    print(counts)
+    print(*(f"{what} {count}" for what, count in counts.items()), sep=", ")
     for split, found in splits.items():
-        write_rows(found, outputs[split])
-        print(f"{outputs[split]}: {len(found)} problems of {len(templates[split])} templates")
+        write_rows(found, path := given.output / f"{split}.parquet")
+        print(f"{path}: {len(found)} problems of {len(templates[split])} templates")
 
 
 if __name__ == "__main__":

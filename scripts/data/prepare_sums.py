@@ -1,6 +1,6 @@
 """Host: generated sums of two and three numbers, to be worked out step by step, as prompt files.
 
-    python scripts/data/prepare_sums.py --output 'data/sums/{split}.parquet'
+    python scripts/data/prepare_sums.py --output data/sums
 
 The prompt shows `8 + 5 + 6 = ?` with its answer, `8 + 5 = 13, 13 + 6 = 19`, and asks for another sum. Longer sums are
 harder and take longer answers, so a small model gets some always right and some never, and hits a limit of response
@@ -13,13 +13,21 @@ if __name__ == "__main__":  # the imports below take seconds
 
     end_at_once("prepare_sums")
 
+import argparse
 import itertools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-from data_preparation import Row, command, make_row, parser_of, split_path, write_rows
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
+
+from script_ends import command
+
+from dapo_jax.data.published import Row, make_row
 from dapo_jax.errors import InputError
+from dapo_jax.tools.data import write_rows
 
 LOW, HIGH = 1, 20
 NUM_TERMS = (2, 3)
@@ -86,20 +94,14 @@ def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-train", type=int, default=400, help="default: %(default)s")
     parser.add_argument("--num-heldout", type=int, default=96, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output",
-        default="data/sums/{split}.parquet",
-        help="file to write for each split, train and heldout; .parquet or .jsonl (default: %(default)s)",
-    )
+    parser.add_argument("--output", type=Path, default=Path("data/sums"), metavar="DIR", help="default: %(default)s")
     given = parser.parse_args(arguments)
-    problems = sums(given.num_train, given.num_heldout, given.seed)
-    for split, found in problems.items():
-        path = split_path(given.output, split)
-        write_rows([sum_row(terms, split) for terms in found], path)
+    for split, found in sums(given.num_train, given.num_heldout, given.seed).items():
+        write_rows([sum_row(terms, split) for terms in found], path := given.output / f"{split}.parquet")
         print(f"{path}: {len(found)} problems")
 
 

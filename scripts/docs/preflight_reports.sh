@@ -23,7 +23,7 @@ gsm8k=(--config configs/gsm8k.py --lengths "lognormal:median=200,sigma=0.6")
 math=(--config configs/dapo_qwen2.5_7b_math.py "${long[@]}")
 report gsm8k_l4 --config configs/gsm8k.py --topology l4:1
 report gsm8k_h100 "${gsm8k[@]}" --topology h100:1
-report gsm8k_1.5b_h100 "${gsm8k[@]}" --topology h100:1 --config.model.path=models/Qwen2.5-1.5B-Instruct
+report gsm8k_1.5b_h100 "${gsm8k[@]}" --topology h100:1 --config.model.path=Qwen/Qwen2.5-1.5B-Instruct
 report 7b_h100 "${math[@]}" --topology h100:8
 report 7b_2k_h100 --config configs/dapo_qwen2.5_7b.py --topology h100:8
 report 7b_a100 --config configs/dapo_qwen2.5_7b_math.py --topology a100:8
@@ -40,7 +40,7 @@ report 30b_a3b_v5p --config configs/qwen3_30b_a3b_math.py --topology v5p:4x4x4
 report 30b_a3b_h100 --config configs/qwen3_30b_a3b_math.py --topology h100:2x8 --config.mesh.fsdp=4
 report 32b_v5p --config configs/dapo_qwen2.5_32b_math.py "${long[@]}" --topology v5p:4x4x8
 report 7b_v5p_8 "${math[@]}" --topology v5p:2x2x2
-report 0.5b_v5e "${math[@]}" --topology v5e:4x4 --config.model.path=models/Qwen2.5-0.5B --config.mesh.fsdp=16 \
+report 0.5b_v5e "${math[@]}" --topology v5e:4x4 --config.model.path=Qwen/Qwen2.5-0.5B --config.mesh.fsdp=16 \
   --config.mesh.tensor=1
 v5e=(--topology v5e:8x8 --config.mesh.fsdp=16 --config.mesh.tensor=4)
 v5p=(--topology v5p:2x2x4 --config.mesh.fsdp=4 --config.mesh.tensor=4)
@@ -52,5 +52,5 @@ report 7b_20k_v5p "${math[@]}" "${v5p[@]}" --config.data.max_response_length=204
 report gsm8k_v5e "${gsm8k[@]}" --topology v5e:2x2 --config.mesh.fsdp=4
 report gsm8k_v5e_8 "${gsm8k[@]}" --topology v5e:2x4 --config.mesh.fsdp=8
 report gsm8k_1.5b_v5e "${gsm8k[@]}" --topology v5e:2x4 --config.mesh.fsdp=8 \
-  --config.model.path=models/Qwen2.5-1.5B-Instruct
+  --config.model.path=Qwen/Qwen2.5-1.5B-Instruct
 python scripts/docs/write_preflight_doc.py

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains on every worker of a Cloud TPU VM, one host or a pod slice. The TPU must exist; the script creates none.
+# Trains on every worker of a Cloud TPU VM, one host or a pod slice, which must exist.
 #
 #   export TPU_NAME=my-slice ZONE=europe-west4-b     PROJECT too, if it is not gcloud's own
-#   bash scripts/launch/launch_tpu_vm.sh install [GIT_URL [REF]]    this checkout, or a git repository
+#   bash scripts/launch/launch_tpu_vm.sh install [GIT_URL [REF]]    the checkout here, or a git repository
 #   bash scripts/launch/launch_tpu_vm.sh run --config FILE [--config.key=value ...]
 #   bash scripts/launch/launch_tpu_vm.sh logs [WORKER]      last lines of every worker, or follow one
 #   bash scripts/launch/launch_tpu_vm.sh stop [SECONDS]     SIGTERM, and SIGKILL after SECONDS (120)
@@ -17,9 +17,10 @@ usage() {
   exit 2
 }
 
-# shellcheck source=scripts/environment.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
-[[ "${1:-}" == run || "${1:-}" == exec ]] || show_help "$@" # theirs are of another command
+if [[ "${1:-}" != run && "${1:-}" != exec && " $* " =~ " "(-h|--help)" " ]]; then # theirs are of another command
+  sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0"
+  exit
+fi
 
 # Functions with the prefix on_worker_ run there, in ~/dapo_jax.
 
@@ -38,7 +39,7 @@ on_worker_clone() { # GIT_URL REF
 on_worker_install() { # uv brings its own Python: that of the TPU images is too old
   PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
   python3 -m uv venv --quiet --allow-existing --python 3.12 venv
-  python3 -m uv pip install --quiet --python venv/bin/python --editable './source[tpu,gcs]'
+  python3 -m uv pip install --quiet --python venv/bin/python --editable './source[tpu,gcs,hub]'
   echo "$HOSTNAME: installed"
 }
 
@@ -92,10 +93,11 @@ set -euo pipefail; mkdir -p ~/dapo_jax; cd ~/dapo_jax; $(printf '%q ' "$@")"
 }
 
 send_checkout() { # tracked files and new ones, as they are now
-  local archive=dapo_jax_source.tar.gz folder
+  local archive=dapo_jax_source.tar.gz folder root
+  root=$(git rev-parse --show-toplevel) || { echo "install: run it in a checkout, or name a GIT_URL" >&2; exit 2; }
   folder=$(mktemp -d)
   (
-    cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+    cd "$root"
     git ls-files -z --cached --others --exclude-standard | tar -czf "$folder/$archive" --null --files-from=-
   )
   tpu_vm scp "$folder/$archive" "$TPU_NAME:" --worker=all

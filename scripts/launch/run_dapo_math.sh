@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# DAPO-Math-17k from end to end: prepare the data, check that it fits, train, evaluate, export. CONFIG decides about the
-# group filter (docs/data.md). In the environment with the package: on one host, or the same command on every host of a pod.
+# DAPO-Math-17k from end to end: prepares the data, checks that it fits, trains, evaluates, exports.
+# In the environment with the package: on one host, or the same command on every host of a pod, in a folder that they share.
 #
 #   bash scripts/launch/run_dapo_math.sh [--config.model.path=DIR] [--config.workdir=DIR] [--config.key=value ...]
 #
-#   CONFIG     recipe (configs/dapo_qwen2.5_7b_math.py), which reads data/dapo-math-17k.parquet and data/aime-2024.parquet
+#   CONFIG     recipe (dapo_qwen2.5_7b_math, which has no group filter), or a file; it reads data/*.parquet
 #   DAPO_FILE  dapo-math-17k.parquet as published; without it, it is downloaded from the Hugging Face hub
 #   AIME_FILE  aime-2024.parquet, the same
 #   TOPOLOGY   for the preflight: gpu or tpu on one host (gpu), on a pod its name, such as v5p:2x2x4; none leaves it out
@@ -20,16 +20,15 @@ case " $* " in *" -h "* | *" --help "*)
   exit
   ;;
 esac
-cd "$(dirname "$0")/../.."
 
 python=${PYTHON:-python}
-config=${CONFIG:-configs/dapo_qwen2.5_7b_math.py}
+config=${CONFIG:-dapo_qwen2.5_7b_math}
 topology=${TOPOLOGY:-gpu}
 output=${OUTPUT:-build/dapo_math}
 host=${HOST:-${TPU_WORKER_ID:-${JOB_COMPLETION_INDEX:-${SLURM_PROCID:-0}}}}
 
-prepare() { # SCRIPT OUTPUT PUBLISHED_FILE: the file may be empty
-  [[ -e "$2" ]] || "$python" "scripts/data/$1" "${3:---download}" --output "$2"
+prepare() { # NAME PUBLISHED_FILE: the file may be empty
+  "$python" -m dapo_jax.tools.data "$1" ${2:+--input "$2"}
 }
 
 preflight() {
@@ -61,8 +60,8 @@ export_model() { # in the memory of one host, and as one process: the others of 
     --config.mesh.fsdp=1 --config.mesh.tensor=1 --config.trainer.num_processes=1 --output "$output"
 }
 
-prepare prepare_math_dapo.py data/dapo-math-17k.parquet "${DAPO_FILE:-}"
-prepare prepare_aime.py data/aime-2024.parquet "${AIME_FILE:-}"
+prepare dapo-math-17k "${DAPO_FILE:-}"
+prepare aime-2024 "${AIME_FILE:-}"
 [[ "$topology" == none ]] || preflight "$@"
 train "$@"
 # On all hosts, as training; process 0 says whether it is missing, and writes.

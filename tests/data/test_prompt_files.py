@@ -275,7 +275,7 @@ def test_what_is_no_prompt_file_is_named_with_the_cure(tmp_path, jsonl, parquet,
         "rows.txt": "ends in '.txt', must end in one of .parquet, .jsonl, .json, .csv",
         "rows.jsonl.gz": "unpack it",
         "someone/some-set": r"name a split of it, hf://someone/some-set/SPLIT.*dapo_jax\[hub\].* data.train_files",
-        "openai/gsm8k": "`python scripts/data/prepare_gsm8k.py --download`.* data.train_files or data.val_files",
+        "openai/gsm8k": "`dapo-jax data gsm8k` writes.* data.train_files or data.val_files",
         "saved/train": "does not exist: correct the path",
         "rows.jsonl": "does not exist",
     }.items():

@@ -30,7 +30,7 @@ def test_trl_is_told_our_settings():
 
 
 def test_problems_are_asked_as_here(tmp_path):
-    prepare_sums.main([f"--output={tmp_path}/{{split}}.parquet", "--num-train=4", "--num-heldout=2"])
+    prepare_sums.main([f"--output={tmp_path}", "--num-train=4", "--num-heldout=2"])
     rows = trl_task.rows_of([str(tmp_path / "heldout.parquet")])
     assert len(rows) == 2 and [turn["role"] for turn in rows[0]["prompt"]] == ["system", "user", "assistant", "user"]
     assert rows[0]["prompt"][0]["content"] == ""

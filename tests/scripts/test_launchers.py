@@ -13,6 +13,9 @@ import yaml
 from scripts.stand_ins import call, calls_of, stand_in, start
 from waiting import LIMIT_S, wait_until
 
+from dapo_jax.command.command_line import read_config
+from dapo_jax.data.published import FILES
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 LAUNCH = SCRIPTS / "launch"
@@ -118,12 +121,14 @@ def test_the_way_to_a_tpu_vm_is_as_the_page_says(pod, tmp_path):
     assert done.returncode == 0, done.stderr
     for home in pod.homes:
         sent = {path.name for path in (home / "dapo_jax/source").iterdir()}
-        assert sent == {"tracked.py", "new.py", ".gitignore", "scripts", "models", "data"}  # two are links to /shared
+        assert sent == {"tracked.py", "new.py", ".gitignore", "scripts", "data"}  # a link to /shared
         assert not list(home.glob("*.tar.gz"))
         assert (home / "sudo.log").read_text().splitlines()[1:] == ["mkdir -p /shared", "mount 10.0.0.2:/share /shared"]
         calls = (home / "python3.log").read_text().splitlines()
         assert [one.split(" ")[0] for one in calls] == [str(home / "dapo_jax")] * 3
-        assert calls[-1].endswith(" -m uv pip install --quiet --python venv/bin/python --editable ./source[tpu,gcs]")
+        assert calls[-1].endswith(
+            " -m uv pip install --quiet --python venv/bin/python --editable ./source[tpu,gcs,hub]"
+        )
     assert set(said("started", pod.pids()) + said("stopped", pod.pids())) <= set(done.stdout.splitlines())
     assert not any(map(runs, pod.pids())) and not list(temporary.iterdir())
     calls = "\n".join(calls_of(pod.tools)).split("gcloud <compute> <tpus> <tpu-vm> ")[1:]
@@ -237,16 +242,43 @@ def test_a_slurm_job_out_of_time_stops_training_and_is_requeued(cluster):
 
 def test_the_way_to_slurm_is_as_the_page_says(cluster):
     (cluster / "scripts").symlink_to(SCRIPTS)
-    stand_in(cluster / "python3.12", "mkdir -p $3/bin; cp $0 $3/bin/python; cp ${0%/*}/pip $3/bin")
+    stand_in(cluster / "python3.12", "mkdir -p $3/bin; cp $0 $3/bin/python; cp ${0%/*}/{pip,dapo-jax} $3/bin")
     stand_in(cluster / "pip")
+    stand_in(cluster / "dapo-jax")
     stand_in(cluster / "sbatch", 'shift; exec bash "$@"')
     done = call("-euc", block("sbatch"), folder=cluster, tools=cluster, STATUS="0", **JOB)
     assert done.returncode == 0, done.stderr
-    _, install, submitted, step = calls_of(cluster)
-    assert install == "pip <install> <-e> <.[cuda12]>" and '"cuda12": [' in (ROOT / "setup.py").read_text()
+    _, install, data, _, submitted, step = calls_of(cluster)
+    assert install == "pip <install> <-e> <.[cuda13,hub]>"
+    assert data == "dapo-jax <data> <dapo-math-17k>"
     assert submitted.startswith("sbatch <--nodes=2> ")
     options = "<--config> <configs/dapo_qwen2.5_7b_math.py> <--config.workdir=/shared/runs/math> <--config.mesh.fsdp=4>"
     assert step == f"{STEP.replace('python3', '.venv/bin/python')} {options}"
+
+
+def test_the_way_on_one_node_is_as_the_page_says(tmp_path):
+    """Each command is found where the page has installed it, and takes what those before it have made."""
+    page = (ROOT / "docs/one_node.md").read_text()
+    config = read_config(["train", "--config", "dapo_qwen2.5_7b_math"])
+    make = "mkdir -p $3/bin; : >$3/bin/activate; for one in pip vllm; do cp ${0%/*}/stand-in $3/bin/$one; done"
+    for tool in ("stand-in", "nvidia-smi", "pip", "hf", "dapo-jax", "ssh", "curl"):
+        stand_in(tmp_path / tool)
+    stand_in(tmp_path / "python3.12", make)
+    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S))
+    done = call("-euc", f"{commands}wait", folder=tmp_path, tools=tmp_path)
+    assert done.returncode == 0, done.stderr
+    calls = [" ".join(re.findall("<(.*?)>", one)) for one in calls_of(tmp_path)]
+    assert f"download {config.model.path}" in calls
+    made = {f"data/{file}" for one in calls if one.startswith("data ") for file in FILES[one.split()[1]]}
+    assert made == {*config.data.train_files, *config.data.val_files}
+    used = [re.search(r"--config (\S+)", one)[1] for one in calls if "--config " in one]
+    assert used == ["dapo_qwen2.5_7b_math", "gsm8k", "dapo_qwen2.5_7b_math", "dapo_qwen2.5_7b_math"]
+    [model] = [one.split()[-1] for one in calls if one.startswith("export ")]
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert f'serve {model} --hf-overrides {{"max_position_embeddings": {longest}}}' in calls
+    assert f'"model": "{model}"' in calls[-1] and f'from_pretrained("{model}"' in page
+    [forecast] = re.findall(r"^    (It fits: .*)$", page, re.M)
+    assert forecast in (ROOT / "docs/results/preflight.md").read_text()
 
 
 def test_slurm_is_asked_for_a_process_per_gpu_that_sees_all_gpus():
@@ -295,4 +327,4 @@ def test_the_container_is_linted_holds_files_that_exist_and_does_not_run_as_root
     assert [line for line in lines if line.startswith("USER")][-1] == "USER 1000"
     [extra] = [line.removeprefix("ARG EXTRA=") for line in lines if line.startswith("ARG EXTRA=")]
     setup = (ROOT / "setup.py").read_text()
-    assert f'"{extra}": [' in setup and '"gcs": [' in setup and any('".[$EXTRA,gcs]"' in line for line in lines)
+    assert f'"{extra}": [' in setup and '"gcs": [' in setup and any('".[$EXTRA,gcs,hub]"' in line for line in lines)

@@ -8,14 +8,14 @@ from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
 
 
 def test_no_order_of_a_heldout_sum_is_trained_on(tmp_path, capsys):
-    prepare_sums.main([f"--output={tmp_path}/{{split}}.jsonl"])
-    assert "heldout.jsonl: 96 problems" in capsys.readouterr().out
+    prepare_sums.main([f"--output={tmp_path}"])
+    assert "heldout.parquet: 96 problems" in capsys.readouterr().out
     found = prepare_sums.sums(400, 96, seed=0)
     train, heldout = ({tuple(sorted(terms)) for terms in found[split]} for split in ("train", "heldout"))
     assert train.isdisjoint(heldout)
     assert len(set(found["train"])) == 400 and len(heldout) == 96
     assert Counter(map(len, found["train"])) == {2: 200, 3: 200}
-    rows = read_prompt_files([str(tmp_path / "train.jsonl")])
+    rows = read_prompt_files([str(tmp_path / "train.parquet")])
     assert [row.ground_truth for row in rows] == [str(sum(terms)) for terms in found["train"]]
 
 
