@@ -3,8 +3,9 @@
 #
 #   bash scripts/test_package.sh
 #
-# PYTHON names the interpreter with which every command runs. Python 3.12 and 3.13, where they are here, run a short
-# training and the first cells of the notebook. Nothing in the clone is read once the wheel is built.
+# PYTHON names the interpreter with which every command runs, then the steps of the Dockerfile. Python 3.12 and 3.13, where
+# they are here, run a short training and the first cells of the notebook. Nothing in the clone is read once the wheel is
+# built.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
@@ -17,6 +18,7 @@ git ls-files -z | xargs -0 cp --parents -t "$folder" # what is committed or stag
 python -m build --outdir "$folder/dist" "$folder" > "$folder/build.log" || { cat "$folder/build.log" >&2; exit 1; }
 tar -tzf "$folder"/dist/*.tar.gz > "$folder/files.txt"
 grep -q '/configs/tiny.py$' "$folder/files.txt"
+grep -q '/scripts/launch/slurm_gpu.sbatch$' "$folder/files.txt"
 unset PYTHONPATH VIRTUAL_ENV
 export JAX_PLATFORMS=cpu
 
@@ -42,6 +44,9 @@ runs_every_command() {
   trains
   dapo-jax configs > recipes.txt
   grep -q '^  quickstart ' recipes.txt
+  dapo-jax configs slurm_gpu.sbatch > train.sbatch
+  cmp train.sbatch "$folder/scripts/launch/slurm_gpu.sbatch"
+  dapo-jax data aime-2024 --input "$folder/tests/scripts/data/aime24.jsonl"
   dapo-jax evaluate --config tiny --config.model.path=runs/tiny
   dapo-jax export --config tiny --output exported
   dapo-jax preflight --config tiny --quick --json preflight.json > preflight.txt
@@ -55,6 +60,38 @@ assert "site-packages" in dx.__file__, dx.__file__
 assert dx.keep_groups([[0, 1], [1, 1]]).tolist() == [True, False]
 assert dx.load_config("quickstart").rollout.n == 8
 PYTHON
+  builds_the_image
+}
+
+builds_the_image() { # the Dockerfile's steps as plain commands, as this user; few packages are missing here
+  local step words entry=()
+  mkdir image && cd image
+  while read -r -u 3 step words; do
+    case "$step" in
+      COPY) copies "$words" ;;
+      RUN) EXTRA=hub bash -euc "useradd() { :; }; chown() { :; }; $words" ;;
+      ENTRYPOINT) read -r -a entry <<< "${words//[][\",]/ }" ;;
+      "" | "#"* | FROM | ARG | WORKDIR | USER) ;;
+      *) echo "test_package.sh does not know the step $step of the Dockerfile" >&2 && return 1 ;;
+    esac
+  done 3< "$folder/Dockerfile"
+  "${entry[@]}" --help | grep -q 'config.trainer.total_training_steps'
+  python - <<'PYTHON'
+import dapo_jax as dx
+
+assert dx.__file__.endswith("/image/dapo_jax/__init__.py"), dx.__file__
+assert dx.load_config("configs/tiny.py") == dx.load_config("tiny")
+PYTHON
+}
+
+copies() { # "SOURCE ... TARGET", as COPY does: the content of folders
+  local names source
+  read -r -a names <<< "$1"
+  mkdir -p "${names[-1]}"
+  for source in "${names[@]:0:${#names[@]}-1}"; do
+    [[ ! -d "$folder/$source" ]] || source+=/.
+    cp -r "$folder/$source" "${names[-1]}"
+  done
 }
 
 trains_and_runs_a_notebook() {
