@@ -31,6 +31,7 @@ setup(
         "ml-collections>=1.1",
         "absl-py>=2.1",
         "numpy>=2.0",
+        "scipy>=1.13",
         "packaging>=23",
         "tensorboardX>=2.6",
         "grain>=0.2.12",

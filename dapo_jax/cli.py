@@ -18,6 +18,7 @@ from dapo_jax.errors import did_you_mean, say
 WRONG_INPUT = 2  # as in command/command_line.py, which takes seconds to import
 COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
     "train": ("dapo_jax.training", "train a policy: --config RECIPE [--config.key=value ...]"),
+    "sweep": ("dapo_jax.tools.sweep", "train several settings with several seeds each, and compare them"),
     "evaluate": ("dapo_jax.evaluate", "measure a model, or the checkpoints of a run"),
     "export": ("dapo_jax.export", "write a checkpoint as a Hugging Face model directory"),
     "preflight": ("dapo_jax.preflight.__main__", "compile a step for hardware you do not have: memory, costs, advice"),

@@ -42,6 +42,7 @@ from dapo_jax.errors import InputError, say
 from dapo_jax.held_out import HeldOut, Receive, evaluate
 from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.meshes import check_mesh
+from dapo_jax.monitor.console import aligned
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.other_runs import Trained, find_trained
 from dapo_jax.parallel.compilation import keep_compiled
@@ -239,12 +240,7 @@ def table(results: Sequence[dict]) -> str:
             cells |= {name.removeprefix(score): value for name, value in values.items() if name.startswith(score)}
             step = "-" if result["step"] is None else str(result["step"])
             rows.append({"step": step, "task set": task} | {name: f"{value:.3f}" for name, value in cells.items()})
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, *([row.get(name, "-") for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return aligned(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -122,7 +122,7 @@ def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Co
             lines for the user about what it changed.
     """
     with refusals(arguments):
-        config, lines, origin = _read(arguments)
+        config, lines, origin = read_options(arguments)
         if adapt is not None:
             config, more = adapt(config, origin.given)
             lines += more
@@ -147,7 +147,7 @@ def read_config(arguments: Sequence[str]) -> Config:
         InputError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
             wrong type.
     """
-    config, lines, _ = _read(arguments)
+    config, lines, _ = read_options(arguments)
     _tell(lines)
     return config
 
@@ -157,7 +157,7 @@ def _tell(lines: Sequence[str]) -> None:
         say(f"dapo_jax: {line}", file=sys.stderr)
 
 
-def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:
+def read_options(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:
     """The config of `read_config`, a line for each option that was reset, and where the options came from."""
     first = flags.FlagValues()
     flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)

@@ -29,7 +29,7 @@ _COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
     "time": ("{}s", [("timing_s/step", 5, 1)]),
     "speed": ("{} tok/s", [("perf/throughput", 5, 0)]),
 }
-_STAGES = {  # timer name -> what the bar says
+STAGES = {  # timer name -> what the bar and the report say
     "load": "loading the model",
     "gen": "sampling",
     "reward": "verifying",
@@ -102,8 +102,8 @@ class Console:
 
     def stage(self, name: str) -> None:
         """Shows the current stage of the step, with its speed in the previous step."""
-        self._stage = f"{_STAGES.get(name, name)} {self._speeds.get(name, '')}".rstrip()
-        before, self._work = self._work, _STAGES["gen" if name in _OF_SAMPLING else name]
+        self._stage = f"{STAGES.get(name, name)} {self._speeds.get(name, '')}".rstrip()
+        before, self._work = self._work, STAGES["gen" if name in _OF_SAMPLING else name]
         if self._work != before:
             self._watch(LONG_S)
         self._refresh()
@@ -132,7 +132,7 @@ class Console:
             self._timer.start()
 
     def _say_what_lasts(self, seconds: float) -> None:
-        rounds = self._detail if self._work == _STAGES["gen"] else ""
+        rounds = self._detail if self._work == STAGES["gen"] else ""
         what = ", ".join(filter(None, (rounds, self._compiling)))
         self._print(f"{self._work}{what and f': {what}'} ({2 * seconds - LONG_S:.0f} s)")
         self._watch(2 * seconds)
@@ -238,6 +238,16 @@ def _cell(name: str, metrics: Mapping[str, float]) -> str:
     return label + filled.removeprefix(label).rjust(len(widest) - len(label))
 
 
+def aligned(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table with the keys of the rows as its head, in columns; "-" where a row has no such key."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([row.get(name, "-") for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
 def _fitted(value: float | None, width: int, most: int) -> str:
     """`value` in at most `width` characters, with up to `most` decimals as they fit; 1e9 is "1e9".
 
@@ -272,7 +282,7 @@ def _evaluation_lines(metrics: Mapping[str, float], width: int) -> list[str]:
 def _format_value(value: Value) -> str:
     """Counts with thousands separators, measures with three decimals, the stages of a mapping without zeros."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{_STAGES.get(name, name)} {part:.0f}" for name, part in value.items() if part >= 0.5) or "-"
+        return ", ".join(f"{STAGES.get(name, name)} {part:.0f}" for name, part in value.items() if part >= 0.5) or "-"
     if isinstance(value, str):
         return value
     return "-" if value is None else format(value, "," if isinstance(value, int) else ".3f")

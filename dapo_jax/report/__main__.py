@@ -2,8 +2,8 @@
 
     dapo-jax report RUN [NAME=RUN ...] [--output FILE.html]
 
-RUN is the workdir of a run, finished or not. Several runs are compared side by side. The page needs no network and no
-other file. docs/report.md describes it.
+RUN is the workdir of a run, finished or not, or the folder of a sweep. Several runs are compared side by side; those
+that differ in their seed alone are one, their mean. The page needs no network and no other file (docs/report.md).
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -21,27 +21,34 @@ from pathlib import Path
 from dapo_jax.command.command_line import refusals
 from dapo_jax.command.help import about
 from dapo_jax.errors import InputError, say
+from dapo_jax.monitor.console import aligned
 from dapo_jax.report.page import page
-from dapo_jax.report.read import read_run
+from dapo_jax.report.read import read_run, runs_of
+from dapo_jax.report.seeds import compared, grouped
 
 _NAME = "report.html"
 
 
 def report(runs: Sequence[tuple[str, str]], output: Path | None = None) -> Path:
-    """Writes the report on runs, given by name ("": the directory's) and workdir, and returns its path.
+    """Writes the report on runs, given by name ("": the directory's) and workdir; prints a table of several.
 
     Args:
-        output: the file; None is report.html, in the workdir of a single run and here for several.
+        output: the file; None is report.html, in the folder that is given, and here for several.
+
+    Returns:
+        The path of the report.
 
     Raises:
         InputError: a workdir is not one, two runs have the same name, or the file cannot be written.
     """
-    read = [read_run(name, workdir) for name, workdir in runs]
-    twice = [name for name, count in Counter(run.name for run in read).items() if count > 1]
+    columns = grouped([read_run(*run) for given in runs for run in runs_of(*given)])
+    twice = [name for name, count in Counter(run.name for run in columns).items() if count > 1]
     if twice:
         raise InputError(f"several runs are called {twice[0]}: give each a name of its own, as in first={runs[0][1]}")
-    path = output or (read[0].folder / _NAME if len(read) == 1 else Path(_NAME))
-    _write(path, page(read, datetime.now()))
+    path = output or (Path(runs[0][1]).expanduser() / _NAME if len(runs) == 1 else Path(_NAME))
+    _write(path, page(columns, datetime.now()))
+    if len(columns) > 1 or columns[0].seeds:
+        say(aligned([{"arm": run.name} | row for run, row in zip(columns, compared(columns), strict=True)]))
     return path
 
 
@@ -67,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
         usage=argparse.SUPPRESS,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="workdir of a run, or NAME=WORKDIR")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="workdir of a run, or NAME=WORKDIR; folder of a sweep")
     parser.add_argument("--output", type=Path, help="the file to write; RUN/report.html for one run unless given")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -3,21 +3,17 @@
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
 
 from dapo_jax.report.numbers import Row, is_number, number, short_power
+from dapo_jax.tools.plot import AXES, places
 
 WIDTH, HEIGHT = 420, 224
 LEFT, RIGHT, TOP, BOTTOM = 54, 24, 10, 38
 MANY = 60  # points; more are smoothed
-AXES = {  # name -> label, what a step adds to it (None: the step itself)
-    "steps": ("training steps", None),
-    "tokens": ("tokens sampled", "dynamic_sampling/generated_tokens"),
-    "seconds": ("seconds of training", "timing_s/step"),
-}
 
 
 class Point(NamedTuple):
@@ -31,6 +27,16 @@ class Line(NamedTuple):
     run: int  # its number, which chooses colour and dashes
     letter: str  # "" if there is only one run
     points: list[Point]
+    band: Mapping[int, tuple[float, float]] = {}  # step -> least and greatest of the seeds
+
+    def edge(self, end: int) -> list[Point]:
+        """The lower (0) or upper (1) edge of the band."""
+        return [point._replace(value=self.band[point.step][end]) for point in self.points if point.step in self.band]
+
+    def text(self, point: Point) -> str:
+        """The value, with the band in brackets."""
+        ends = f" ({'–'.join(map(number, self.band[point.step]))})" if point.step in self.band else ""
+        return number(point.value) + ends
 
 
 class Scale(NamedTuple):
@@ -47,14 +53,9 @@ class Scale(NamedTuple):
 
 def points(rows: Sequence[Row], metric: str, axis: str) -> list[Point]:
     """The measured points of a metric along an axis of AXES."""
-    added = AXES[axis][1]
-    if added is None:
-        places: Sequence[float] = [row["step"] for row in rows]
-    else:
-        places = list(itertools.accumulate(row[added] if is_number(row.get(added)) else 0.0 for row in rows))
     return [
         Point(place, row["step"], row[metric] if is_number(row[metric]) else None)
-        for place, row in zip(places, rows, strict=True)
+        for place, row in zip(places(rows, axis), rows, strict=True)
         if metric in row
     ]
 
@@ -66,7 +67,8 @@ def draw(title: str, axis: str, lines: Sequence[Line]) -> Markup:
         return Markup("")
     highest = max(x for x, _ in finite)
     across = Scale(min(x for x, _ in finite), highest, LEFT, WIDTH - RIGHT)
-    up = Scale(*value_range([value for _, value in finite]), HEIGHT - BOTTOM, TOP)
+    edges = [end for line in lines for point in line.points for end in line.band.get(point.step, ())]
+    up = Scale(*value_range([*(value for _, value in finite), *edges]), HEIGHT - BOTTOM, TOP)
     shown = [_Drawn.of(line, across, up) for line in lines]
     letters = _letters(shown)
     return Markup(
@@ -99,15 +101,20 @@ class _Drawn(NamedTuple):
         many = len(finite) > MANY
         kept = _thinned(finite) if many else finite
         dots = "".join(f"M{x:g} {y:g}h0" for x, y, _ in kept)
-        path = _smoothed(line.points, across, up) if many else _broken(line.points, across, up)
+        path, low, high = (
+            _broken(_averaged(points) if many else points, across, up)
+            for points in (line.points, line.edge(0), line.edge(1)[::-1])
+        )
         svg = Markup('<path class="dots r{run}{faint}" d="{dots}"/><path class="line r{run}" d="{path}"/>').format(
             run=line.run % 6, faint=" faint" if many else "", dots=dots, path=path
         )
+        if low:
+            svg = Markup('<path class="band r{}" d="{}L{}Z"/>').format(line.run % 6, low, high[1:]) + svg
         data = {
             "letter": line.letter,
             "x": [x for x, _, _ in kept],
             "step": [point.step for _, _, point in kept],
-            "value": [number(point.value) for _, _, point in kept],
+            "value": [line.text(point) for _, _, point in kept],
         }
         return cls(svg, data, line.run, (finite[-1][0], finite[-1][1]) if finite else (LEFT, TOP))
 
@@ -188,15 +195,15 @@ def _broken(line: Sequence[Point], across: Scale, up: Scale) -> str:
     return "".join(path)
 
 
-def _smoothed(line: Sequence[Point], across: Scale, up: Scale) -> str:
-    """A path of means over neighbours: a twenty-fifth of the points, and at least 5."""
+def _averaged(line: Sequence[Point]) -> list[Point]:
+    """Means over neighbours: a twenty-fifth of the points, and at least 5."""
     values, half = [point.value for point in line], max(2, len(line) // 50)
     means = []
     for index, point in enumerate(line):
         near = [value for value in values[max(0, index - half) : index + half + 1] if value is not None]
         means.append(point._replace(value=math.fsum(near) / len(near) if near else None))
     every = max(1, len(means) // (WIDTH - LEFT - RIGHT))
-    return _broken(means[::every] if every > 1 else means, across, up)
+    return means[::every]
 
 
 def _thinned(drawn: list[tuple[float, float, Point]]) -> list[tuple[float, float, Point]]:
@@ -229,7 +236,7 @@ def last_values(lines: Sequence[Line]) -> str:
     ends: dict[int, list[str]] = {}
     for line in lines:
         for point in [point for point in line.points if point.value is not None][-1:]:
-            ends.setdefault(point.step, []).append(f"{line.letter} {number(point.value)}".strip())
+            ends.setdefault(point.step, []).append(f"{line.letter} {line.text(point)}".strip())
     return "; ".join(f"step {step}: {', '.join(values)}" for step, values in ends.items())
 
 

@@ -32,6 +32,12 @@ def progress(run: RunFiles) -> str:
     return f"{steps(run)} steps are done: still running, or stopped{seen}."
 
 
+def steps_left(run: RunFiles) -> int:
+    """How many steps a run lacks, as far as it is known: 0 if its data is solved."""
+    done, planned = _steps(run)
+    return 0 if run.error.startswith(SOLVED) else max(planned - done, 0)
+
+
 def steps(run: RunFiles) -> str:
     """Finished and planned steps: 30 of 40."""
     done, planned = _steps(run)
@@ -47,7 +53,7 @@ def _steps(run: RunFiles) -> tuple[int, int]:
 
 def findings(run: RunFiles) -> list[str]:
     """What a reader should know first, a sentence each."""
-    sentences = [progress(run), *(_held_out_change(run, metric) for metric in held_out(run))]
+    sentences = [*filter(None, [run.note]), progress(run), *(_held_out_change(run, metric) for metric in held_out(run))]
     if run.steps:
         sentences += filter(None, [_filtered(run), _time(run)])
         on = [name for name, found in alarm_steps(run.rows).items() if found]

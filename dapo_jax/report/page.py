@@ -6,19 +6,21 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
 from dapo_jax.monitor.readable import shortened, visible
 from dapo_jax.monitor.statistics import HELD_OUT
+from dapo_jax.report import tables
 from dapo_jax.report.curves import AXES, MANY, Line, draw, last_values, points
 from dapo_jax.report.describe import algorithm, facts, findings, held_out
 from dapo_jax.report.numbers import alarm_steps, is_on, letter, percent, short_power, step_ranges, values
 from dapo_jax.report.options import between, from_recipe
 from dapo_jax.report.read import RunFiles
 from dapo_jax.report.samples import held_out_pairs, trained_pairs
+from dapo_jax.report.seeds import bands_of, compared
 from dapo_jax.report.tables import efficiency, filter_bar, filter_tables, key_numbers, stage_table
 from dapo_jax.report.words import ALARMS, CHARTS, Alarm, Chart
 
@@ -55,6 +57,7 @@ def page(runs: Sequence[RunFiles], written: datetime) -> str:
         figures=figures,
         constant=constant,
         key_numbers=key_numbers(runs),
+        compared=_by_row(compared(runs)) if any(run.seeds for run in runs) else [],
         facts=_by_row([facts(run) for run in runs]),
         filter_tables=filter_tables(runs),
         stages=stage_table(runs),
@@ -63,8 +66,8 @@ def page(runs: Sequence[RunFiles], written: datetime) -> str:
         quiet=quiet,
         held_out_samples={run.name: held_out_pairs(run) for run in runs},
         trained_samples={run.name: trained_pairs(run) for run in runs},
-        origins=[from_recipe(run) for run in runs],
-        differences=between(runs) if len(runs) > 1 else [],
+        origin=from_recipe(runs[0]) if len(runs) == 1 else None,
+        differences=[tables.Line(key, meaning, [*cells]) for key, meaning, cells, _ in between(runs)],
     )
 
 
@@ -88,9 +91,9 @@ def _marked(text: str) -> Markup:
     )
 
 
-def _by_row(columns: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+def _by_row(columns: Sequence[dict[str, str]]) -> list[tables.Line]:
     """One dict per run as rows of a table."""
-    return {name: [column[name] for column in columns] for name in columns[0]}
+    return [tables.Line(name, "", [column[name] for column in columns]) for name in columns[0]]
 
 
 def _figures(runs: Sequence[RunFiles]) -> tuple[list[Figure], list[str]]:
@@ -102,8 +105,12 @@ def _figures(runs: Sequence[RunFiles]) -> tuple[list[Figure], list[str]]:
             for number, run in enumerate(runs)
             if values(run.rows, chart.metric)
         ]
+        bands = {number: bands_of(run, chart.metric) for run, _, number in measured}
         lines = {
-            axis: [Line(run.name, number, mark, points(run.rows, chart.metric, axis)) for run, mark, number in measured]
+            axis: [
+                Line(run.name, number, mark, points(run.rows, chart.metric, axis), bands[number])
+                for run, mark, number in measured
+            ]
             for axis in AXES
         }
         found = [{value for _, value in values(run.rows, chart.metric)} for run, _, _ in measured]

@@ -14,6 +14,7 @@ from dapo_jax.monitor.records import METRICS, flatten, read_metrics, recorded_co
 
 _LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
 _DESCRIPTION = re.compile(r"(devices|data): | problems to train on, \d+ to evaluate on$")  # the latter as it once was
+SWEEP = "sweep.json"  # file in the folder of several runs: {"runs": their folders in it}
 SOLVED = "the data is solved: "
 _IN_REPORT = re.compile(r"alarm at step \d+: ")  # messages that the report shows elsewhere
 _ERRORS = ("ERROR", "CRITICAL")
@@ -37,6 +38,8 @@ class RunFiles:
     last_line: str  # time of the log's last message
     error: str  # the log's last message, if it is an error or says that the data is solved
     warnings: list[tuple[str, int]]  # last message of its kind in the log, how many of that kind
+    seeds: "tuple[RunFiles, ...]" = ()  # the runs that this one is the mean of; none for a run
+    note: str = ""  # on them
 
     @property
     def steps(self) -> list[Row]:
@@ -46,6 +49,13 @@ class RunFiles:
     def option(self, key: str) -> Any:
         """The value of an option; None if the run has not recorded it."""
         return self.config.get(key)
+
+
+def runs_of(name: str, workdir: str) -> list[tuple[str, str]]:
+    """Name and workdir of each run of a sweep that has begun; of anything else, as they are."""
+    folder = Path(workdir).expanduser()
+    planned = json.loads((folder / SWEEP).read_bytes())["runs"] if (folder / SWEEP).exists() else []
+    return [(run, str(folder / run)) for run in planned if (folder / run / METRICS).exists()] or [(name, workdir)]
 
 
 def read_run(name: str, workdir: str) -> RunFiles:
@@ -63,7 +73,7 @@ def read_run(name: str, workdir: str) -> RunFiles:
         raise InputError(f"{workdir} has no config.json and no {METRICS}: give the workdir of a run")
     description, last_line, error, warnings = _read_log(folder / LOG)
     return RunFiles(
-        name=name or folder.absolute().name,
+        name=name or "/".join(folder.absolute().parts[-2 if re.fullmatch(r"seed_\d+", folder.name) else -1 :]),
         folder=folder,
         config=config,
         recipe=recorded_recipe(folder),

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from dapo_jax.monitor import console
+
 
 class Chart(NamedTuple):
     title: str
@@ -124,25 +126,7 @@ CHARTS = (
     ),
 )
 
-STAGES = {
-    "gen": "sampling responses",
-    "reward": "waiting for verdicts on responses",
-    "shape": "overlong penalty",
-    "filter": "group filter",
-    "batch": "putting groups into rows",
-    "old_log_prob": "recomputing old log-probabilities",
-    "ref": "log-probabilities of the reference",
-    "values": "values of the critic",
-    "adv": "advantages",
-    "teacher": "scores of the teacher",
-    "update_critic": "updating the critic",
-    "update_actor": "updating the policy",
-    "update_weights": "laying out weights for the sampler",
-    "testing": "evaluation",
-    "save_checkpoint": "saving checkpoints",
-    "write": "writing samples and histograms",
-    "other": "the rest of the steps",
-}
+STAGES = {**console.STAGES, "other": "the rest of the steps"}
 
 EFFICIENCY = {  # metric -> what works, what its waste is
     "perf/prefill_efficiency": ("Reading prompts", "padding, and prompts read more than once"),

@@ -13,10 +13,10 @@ if __name__ == "__main__":  # the imports below take seconds
 
 import argparse
 import io
-import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.held_out import mean_accuracy
 from dapo_jax.monitor.catalogue import MAIN_CURVES
 from dapo_jax.monitor.records import METRICS
+from dapo_jax.report.numbers import is_number
 from dapo_jax.tools.run_files import metrics_of, record_of
 
 AXES = {  # name -> label, what a step adds
@@ -111,15 +112,17 @@ def empty_figure(**options: Any) -> Any:
     return Figure(**options)
 
 
+def places(rows: Sequence[Row], x: str) -> list[float]:
+    """Where each row is on an axis."""
+    if (added := AXES[x][1]) is None:
+        return [row["step"] for row in rows]
+    return list(accumulate(row[added] if is_number(row.get(added)) else 0.0 for row in rows))
+
+
 def points(rows: Sequence[Row], metric: str | None, x: str) -> tuple[list[float], list[float]]:
     """Where a metric (None: the mean held-out accuracy) was measured, and its values."""
-    added = AXES[x][1]
-    if added is None:
-        places = [row["step"] for row in rows]
-    else:
-        places = list(itertools.accumulate(row.get(added) or 0.0 for row in rows))
     values = [mean_accuracy(row) if metric is None else row.get(metric) for row in rows]
-    found = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+    found = [(place, value) for place, value in zip(places(rows, x), values, strict=True) if value is not None]
     return [place for place, _ in found], [value for _, value in found]
 
 

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.stats
 from finished_runs import Row, Run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
 from markdown_table import markdown_table
 
+from dapo_jax.report.seeds import paired, spread, with_interval
 from dapo_jax.tools.plot import AXES, empty_figure, points
 
 INTERVAL_SEEDS = 5  # with fewer, the interval is wide and says little
@@ -141,7 +141,9 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
         columns = {name: [measured[name] for measured in of_arm.values()] for name in FORMS}
         seconds = [total(run.rows, "timing_s/step") for run in comparable if run.arm == arm]
         cells = {
-            name: spread(values) if name in ACCURACIES else with_interval(values, FORMS[name])
+            name: spread(values, INTERVAL_SEEDS)
+            if name in ACCURACIES
+            else with_interval(values, FORMS[name], INTERVAL_SEEDS)
             for name, values in columns.items()
         }
         lines.append(
@@ -158,14 +160,10 @@ def differences(runs: Sequence[Run]) -> list[dict[str, str]]:
     (_, first), *others = measures(runs).items()
     lines = []
     for arm, of_arm in others:
-        seeds = first.keys() & of_arm.keys()
-        if len(seeds) < INTERVAL_SEEDS:
+        if len(first.keys() & of_arm.keys()) < INTERVAL_SEEDS:
             return []
-        pairs = [(of_arm[seed], first[seed]) for seed in sorted(seeds)]
-        line = {"arm": arm}
-        for name in DIFFERENCES:
-            line[name] = with_interval([mine[name] - other[name] for mine, other in pairs], "+" + FORMS[name])
-        lines.append(line)
+        compared = {name: paired(first, of_arm, name, FORMS[name], INTERVAL_SEEDS) for name in DIFFERENCES}
+        lines.append({"arm": arm} | compared)
     return lines if of_unequal_steps(runs) else [without_equal_steps(line) for line in lines]
 
 
@@ -201,27 +199,6 @@ def measures(runs: Sequence[Run]) -> dict[str, dict[int, dict[str, float]]]:
             "mismatch": mean(run.rows, "rollout_corr/logprob_abs_diff"),
         }
     return found
-
-
-def spread(values: Sequence[float]) -> str:
-    """The mean; with several values also the minimum and the maximum, with many also its interval."""
-    text = with_interval(values, ".3f")
-    return f"{text} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else text
-
-
-def with_interval(values: Sequence[float], form: str) -> str:
-    """The mean of what was measured, with many values also its interval."""
-    found = [value for value in values if not np.isnan(value)]
-    if not found:
-        return "-"
-    text = format(float(np.mean(found)), form)
-    many = len(found) >= INTERVAL_SEEDS
-    return f"{text} ± {format(half_interval(found), form.removeprefix('+'))}" if many else text
-
-
-def half_interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the mean, for values that are normally distributed (Student, 1908)."""
-    return float(scipy.stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def total(rows: Sequence[Row], metric: str) -> float:

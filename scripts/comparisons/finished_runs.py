@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.tools.sweep import FINISHED, is_finished
 
 KEPT = (  # of metrics.jsonl; with the accuracies on task sets
     "step",
@@ -37,7 +38,6 @@ KEPT = (  # of metrics.jsonl; with the accuracies on task sets
 KEPT_OF_EVALUATION = "/acc/mean@", "/response_length/mean", "/response_length/clip_ratio"
 KEPT_ALARMS = "alarm/"  # that are on
 VERSIONS = "python", "jax", "torch", "transformers", "trl"  # that are reported
-FINISHED = "finished"  # file in the workdir of a finished run
 Row = dict[str, float]
 
 
@@ -60,11 +60,6 @@ def mark_finished(workdir: Path, exit_code: int = 0) -> None:
     described = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
     commit = subprocess.run(described, capture_output=True, text=True).stdout.strip()
     (workdir / FINISHED).write_text(json.dumps({"commit": commit, "exit_code": exit_code}))
-
-
-def is_finished(workdir: Path) -> bool:
-    """Whether the run of this workdir has ended."""
-    return (workdir / FINISHED).exists()
 
 
 def finished_runs(

@@ -20,7 +20,6 @@ import hashlib
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -28,11 +27,12 @@ from pathlib import Path
 
 from ablations import COMPARISONS, Comparison
 from comparison_report import report
-from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
+from finished_runs import check_nothing_is_lost, finished_runs, mark_finished, reported_runs
 
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.config.values import default_config, freeze
 from dapo_jax.monitor.records import flatten, read_metrics
+from dapo_jax.tools.sweep import is_finished, run_training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -118,12 +118,11 @@ def train(arm: str, options: Sequence[str], folder: Path, seed: int, *, accept_f
     workdir = folder / f"seed{seed}"
     if is_finished(workdir):
         return
-    command = [sys.executable, "-m", "dapo_jax.train", *options, f"--config.seed={seed}", f"--config.workdir={workdir}"]
     print(f"{arm}, seed {seed}: ", end="", flush=True)
     start = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / "output.txt", "a") as output:
-        code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output).returncode
+        code = run_training(options, workdir, seed, output=output, cwd=ROOT)
     if code and not (accept_failure and code == 1):
         sys.exit(f"failed with exit code {code}, see {workdir / 'output.txt'}")
     mark_finished(workdir, code)

@@ -19,7 +19,7 @@ from dapo_jax.monitor.records import to_json_line
 from dapo_jax.report.__main__ import main, report
 from dapo_jax.report.words import ALARMS, CHARTS, EFFICIENCY, STAGES
 
-SECTIONS = ["In short", "What was trained", "Curves", "What the group filter did", "Where the time went", "Alarms"]
+SECTIONS = ["In short", "Curves", "What was trained", "What the group filter did", "Where the time went", "Alarms"]
 SECTIONS += ["Samples before and after", "Options"]
 TIME = "2026-01-02 03:04:08"
 HOSTILE = "</script></pre><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7*7777 }}&lt;\"'"
@@ -99,8 +99,8 @@ def test_its_numbers_are_those_of_the_metrics(whole):
         "Carried": "4",
         "Generated tokens": "2,400",
         "Generated per trained token": "2.50",
-        "sampling responses": "24 s 37%",
-        "evaluation": "25 s 38%",
+        "sampling": "24 s 37%",
+        "evaluating": "25 s 38%",
         "the rest of the steps": "4 s 6.2%",
         "Sampling tokens": "75%",
         "Devices": "4 x NVIDIA H100, 2 processes",
@@ -130,7 +130,7 @@ def test_every_alarm_and_stage_has_words_and_every_curve_is_a_metric_and_every_c
     known = {variant for metric in CATALOGUE for variant in metric.variants()}
     assert {name.removeprefix("alarm/") for name in known if name.startswith("alarm/")} == set(ALARMS)
     stages = {name.removeprefix("timing_s/") for name in known if name.startswith("timing_s/")} - {"step"}
-    assert stages == set(STAGES) - {"other"}
+    assert stages == set(STAGES) - {"other", "load"}
     assert all(map(find, [chart.metric for chart in CHARTS] + list(EFFICIENCY)))
     options = {*DEFAULTS, *(key.rpartition(".")[0] for key in DEFAULTS)}
     for alarm in ALARMS.values():
@@ -189,9 +189,34 @@ def test_several_runs_are_side_by_side(tmp_path):
     lines = [json.loads(one["data-lines"]) for one in page.tags("svg") if "data-lines" in one]
     assert all([line["letter"] for line in one] == ["A", "B"] for one in lines)
     assert re.findall(r'<b class="key r\d">(.)</b> <bdi>(.*?)</bdi>', text)[:2] == [("A", "one"), ("B", "faster")]
-    between = page.text.partition("Between the runs")[2].partition("against")[0]
+    between = page.text.partition("Between the runs")[2].partition("Key numbers")[0]
     assert re.search(r"actor\.optim\.lr .*? 1e-06 0\.001", between) and re.search(r"seed .*? 1 2", between)
     assert "workdir" not in between and "rollout.n" not in between
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_run_their_mean(tmp_path, capsys):
+    def folder(arm: str, seed: int, steps: int = 4, **options) -> Path:
+        found = write_run(tmp_path / arm / f"seed_{seed}", steps=steps, options={"seed": seed, **options})
+        text = (found / "metrics.jsonl").read_text().replace('acc/mean@4": 0.8', f'acc/mean@4": {0.8 - seed / 10}')
+        (found / "metrics.jsonl").write_text(text)
+        return found
+
+    base = [*(folder("base", seed) for seed in range(3)), folder("base", 3, steps=2)]
+    slow = [folder("slow", seed, **{"actor.optim.lr": 1e-3}) for seed in (0, 2)]
+    page, text = page_of(*base, *slow)
+    assert re.findall(r'<b class="key r\d">(.)</b> <bdi>(.*?)</bdi>', text)[:2] == [("A", "base"), ("B", "slow")]
+    # 4.303, Student's quantile of two degrees of freedom, times 0.1 / 3^(1/2)
+    assert cells(text, "after") == ["0.700 ± 0.248 (0.600 to 0.800)", "0.700 (0.600 to 0.800)"]
+    assert cells(text, "difference") == ["-", "+0.000"] and cells(text, "Sampled") == ["80", "80"]
+    between = page.text.partition("Between the runs")[2].partition("Key numbers")[0]
+    assert re.search(r"actor\.optim\.lr .*? 1e-06 0\.001", between) and "rollout.n" not in between
+    assert "Means over the seeds 0, 1, 2, of" in page.text and "unfinished: base/seed_3 (2 of 4 steps)." in page.text
+    assert text.index('id="curves"') < text.index('id="what"') and "Against" not in page.text
+    [(first, _)] = [json.loads(one["data-lines"]) for one in page.tags("svg") if "gsm8k over training" in str(one)]
+    assert first["value"][-1] == "0.700 (0.600–0.800)" and text.count('class="band r1"') == 9, "3 curves"
+    assert len(capsys.readouterr().out.splitlines()) == 3, "a table of both"
+    page, text = page_of(*base[:2], names=("mine", "mine"))
+    assert "<h1><bdi>mine</bdi></h1>" in text and "Against the defaults" in page.text
 
 
 def test_goodput_is_that_of_the_last_step(tmp_path):

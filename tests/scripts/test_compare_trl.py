@@ -43,20 +43,19 @@ def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
 
     def run(command, **_):
         programs.append(command[0])
-        theirs = "train_with_trl.py" in command[1]
-        if theirs:
-            settings = json.loads((Path(command[-1]) / "settings.json").read_text())
-            assert settings["seed"] == 3 and settings["steps"] == 2
-        [workdir] = [part.rpartition("=")[2] for part in command if part.startswith("--config.workdir=")] or command[
-            -1:
-        ]
-        write_run(Path(workdir), rows_of([0.5], [200]))
-        if theirs:
-            (Path(workdir) / "environment.json").write_text(json.dumps(ENVIRONMENT | {"versions": {"trl": "1.0"}}))
+        workdir = Path(command[-1])
+        settings = json.loads((workdir / "settings.json").read_text())
+        assert settings["seed"] == 3 and settings["steps"] == 2
+        write_run(workdir, rows_of([0.5], [200]))
+        (workdir / "environment.json").write_text(json.dumps(ENVIRONMENT | {"versions": {"trl": "1.0"}}))
         return SimpleNamespace(returncode=0)
 
-    for module in (run_ablation, compare_trl):
-        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run))
+    def train(options, workdir, seed, **_):
+        programs.append("ours")
+        write_run(workdir, rows_of([0.5], [200]))
+
+    monkeypatch.setattr(run_ablation, "run_training", train)
+    monkeypatch.setattr(compare_trl, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(compare_trl, "empty_figure", lambda: None)
     monkeypatch.setattr(comparison_report, "draw", lambda name, runs, panels, path: pictures.append(path.name))
     where = ["--trl=torch/bin/python", f"--runs={tmp_path}", f"--output={tmp_path / 'results'}"]

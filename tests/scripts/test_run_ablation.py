@@ -17,6 +17,7 @@ import run_ablation
 from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.config.values import DEFAULTS
+from dapo_jax.report import seeds
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor"}
@@ -166,10 +167,10 @@ def test_five_seeds_are_compared_in_pairs_and_have_an_interval():
     assert comparison_report.differences([run for run in first + other if run.seed != 3]) == []
     assert comparison_report.table(first + other)[0]["length"] == "20.0 ± 0.0"
     # 2.776, Student's quantile of four degrees of freedom, times 0.1581 / 5^(1/2)
-    assert comparison_report.spread(values) == "0.300 ± 0.196 (0.100 to 0.500)"
-    assert comparison_report.spread(values[:4]) == "0.250 (0.100 to 0.400)"
+    assert comparison_report.spread(values, 5) == "0.300 ± 0.196 (0.100 to 0.500)"
+    assert comparison_report.spread(values[:4], 5) == "0.250 (0.100 to 0.400)"
     means = np.random.default_rng(0).normal(size=(4000, 5))
-    inside = [abs(np.mean(row)) <= comparison_report.half_interval(row) for row in means]
+    inside = [abs(np.mean(row)) <= seeds.half_interval(row) for row in means]
     assert np.mean(inside) == pytest.approx(0.95, abs=0.012)
 
 
@@ -195,16 +196,15 @@ def test_seeds_are_averaged_step_by_step():
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Commands that would have trained: each leaves the metrics of a run and ends with `trained.code`; no pictures."""
-    trained = SimpleNamespace(commands=[], code=0)
+    """Seeds of runs that would have been trained: each leaves metrics and ends with `trained.code`; no pictures."""
+    trained = SimpleNamespace(seeds=[], code=0)
 
-    def run(command, **_):
-        trained.commands.append(command)
-        [workdir] = [part.partition("=")[2] for part in command if part.startswith("--config.workdir=")]
-        write_run(Path(workdir), rows_of([0.5], [200]))
-        return SimpleNamespace(returncode=trained.code)
+    def run(options, workdir, seed, **_):
+        trained.seeds.append(seed)
+        write_run(workdir, rows_of([0.5], [200]))
+        return trained.code
 
-    monkeypatch.setattr(run_ablation, "subprocess", SimpleNamespace(run=run))  # matplotlib runs commands too
+    monkeypatch.setattr(run_ablation, "run_training", run)
     monkeypatch.setattr(run_ablation, "empty_figure", lambda: None)
     monkeypatch.setattr(comparison_report, "draw", lambda *_: None)
     return trained
@@ -215,30 +215,30 @@ def test_finished_runs_are_reported_and_neither_run_again_nor_lost(arms, tmp_pat
 
     def make(name, *options, runs="elsewhere"):
         """The report, and how many runs were trained for it."""
-        trained.commands.clear()
+        trained.seeds.clear()
         run_ablation.main([name, "--seeds", *options, f"--runs={tmp_path / runs}", f"--output={output}"])
-        return json.loads((output / f"{name}.json").read_text()), len(trained.commands)
+        return json.loads((output / f"{name}.json").read_text()), list(trained.seeds)
 
-    report, count = make("dapo", "0", runs="")
-    assert count == 4 and all("--config.seed=0" in command for command in trained.commands)
+    report, trained_seeds = make("dapo", "0", runs="")
+    assert trained_seeds == [0] * 4
     assert len(report["runs"]) == 6 and len(report["table"]) == 6
     assert report["arms"]["+ dynamic sampling"]["algorithm.filter_groups.enable"] == "True"
     assert report["command"] == "python scripts/comparisons/run_ablation.py dapo --seeds 0 --output docs/results"
     assert "+ clip-higher" in capsys.readouterr().out
 
-    more, count = make("dapo", "0", "1")
-    assert count == 6 and all("--config.seed=1" in command for command in trained.commands)
+    more, trained_seeds = make("dapo", "0", "1")
+    assert trained_seeds == [1] * 6
     assert [run for run in more["runs"] if run["seed"] != 1] == report["runs"], "a report keeps runs too"
 
-    other, count = make("leftover", "0")
-    assert count == 3, "the first arm is the whole of DAPO"
+    other, trained_seeds = make("leftover", "0")
+    assert len(trained_seeds) == 3, "the first arm is the whole of DAPO"
     [same] = [run for run in report["runs"] if run["arm"] == "+ dynamic sampling"]
     assert other["runs"][0] == {**same, "arm": "batch, requeue"}
 
     for options in (["1"], ["0", "--config.rollout.top_p=0.9"]):
         with pytest.raises(SystemExit, match="leftover.json has runs that would be lost: .* with seed 0"):
             make("leftover", *options)
-        assert not trained.commands
+        assert not trained.seeds
 
 
 def test_the_pictures_are_drawn(tmp_path, monkeypatch):
@@ -260,11 +260,11 @@ def test_a_run_that_fails_ends_the_script_or_counts_as_far_as_it_came(tmp_path, 
         [output] = tmp_path.glob("*/seed0/output.txt")
         assert not list(tmp_path.glob("*/*/finished"))
         shutil.rmtree(output.parent)
-    trained.commands.clear()
+    trained.seeds.clear()
     trained.code = 1
     for _ in range(2):
         run_ablation.main([*call, "--accept-failures"])
-        assert len(trained.commands) == 3, "nor is it run again"
+        assert len(trained.seeds) == 3, "nor is it run again"
     report = json.loads((tmp_path / "results/filter_metric.json").read_text())
     assert [(run["seed"], run["exit_code"], len(run["rows"])) for run in report["runs"]] == [(0, 1, 2)] * 3
     assert report["command"].endswith("--seeds 0 --output docs/results --accept-failures")

@@ -1,0 +1,195 @@
+"""Host: trains several settings with several seeds each, one run after the other, and compares them.
+
+    dapo-jax sweep --config tiny --seeds 0 1 2 --arm base --arm slow:actor.optim.lr=1e-3 --output runs/rates
+
+An arm is NAME, or NAME:OPTION=VALUE,OPTION=VALUE with what it changes; commas within brackets or quotes belong to a
+value. All other options are those of `dapo-jax train`, which runs in DIR/NAME/seed_N. Rerun the same command to resume,
+also with further arms or seeds: finished runs are passed over. In the end a table and the page DIR/report.html compare
+the arms (docs/report.md).
+"""
+
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.command.interrupts import end_at_once
+
+    end_at_once("sweep")
+
+import argparse
+import dataclasses
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from dapo_jax.command.command_line import read_options, refusals
+from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import flat, with_values
+from dapo_jax.errors import InputError, say
+from dapo_jax.monitor.records import METRICS, config_differences, read_metrics
+from dapo_jax.places import is_address
+from dapo_jax.report.__main__ import report
+from dapo_jax.report.describe import steps_left
+from dapo_jax.report.numbers import duration
+from dapo_jax.report.read import SWEEP, read_run
+from dapo_jax.tools.plot import points
+
+FINISHED = "finished"  # file in the workdir of a finished run
+_NAME = re.compile(r"[\w+-][\w.+ -]*")  # of an arm and its folder
+# A comma between two options: not within brackets, and before an even number of quotes.
+_COMMA = re.compile(r""",(?=[\w.-]+=)(?![^(\[{]*[)\]}])(?=(?:[^"]*"[^"]*")*[^"]*$)""")
+# What a run adds to a name in its config.json: the commit on the hub, the checkpoint of another run.
+_PIN = re.compile(r"(@refs/convert/parquet)?@[0-9a-f]{40}|(/checkpoints)?/\d+(?=')")
+
+
+class Planned(NamedTuple):
+    """A run of a sweep."""
+
+    arm: str
+    options: list[str]  # of the command line, without those of the run alone
+    config: Config
+
+
+def planned_runs(arms: Sequence[str], seeds: Sequence[int], options: Sequence[str], output: Path) -> list[Planned]:
+    """The runs, arm by arm, all checked.
+
+    Args:
+        options: of all arms, as for `dapo-jax train`; those of an arm override them.
+
+    Raises:
+        InputError: the form, the name or an option of an arm is wrong, or a folder holds a run of other options.
+    """
+    found, earlier = [], {}
+    for arm in arms:
+        name, _, changes = arm.partition(":")
+        own = [re.sub(r"=(['\"])(.*)\1$", r"=\2", change) for change in filter(None, _COMMA.split(changes))]
+        if not _NAME.fullmatch(name) or not all(re.match("[^=]+=", change) for change in own):
+            raise InputError(f"--arm {arm}: write NAME, of letters, digits and ._+-, or NAME:OPTION=VALUE,OPTION=VALUE")
+        try:
+            config = _config([*options, *own])
+            for seed in seeds:
+                of_run = with_values(config, {"seed": seed, "workdir": str(output / name / f"seed_{seed}")})
+                found.append(Planned(name, [*options, *own], of_run))
+                _check(of_run)
+        except InputError as error:
+            raise InputError(f"--arm {name}: {error}") from error
+        if (same := earlier.setdefault(name, arm)) != arm or (same := earlier.setdefault(config, arm)) != arm:
+            raise InputError(f"--arm {same} and --arm {arm} have the same name or the same options: leave out one")
+    return found
+
+
+def _config(options: Sequence[str]) -> Config:
+    """The config of an arm, without what each run has of its own."""
+    config, _, origin = read_options(["sweep", *options])
+    for key, setter in (("seed", "--seeds"), ("workdir", "--output")):
+        if key in origin.given:
+            raise InputError(f"{key} differs between the runs, and {setter} sets it: leave it out")
+    for key in ("trainer.checkpoint_dir", "trainer.coordinator"):
+        if value := flat(config)[key]:
+            raise InputError(f"{key}={value} is for one run, and a sweep has several: leave it out")
+    return with_values(config, {"seed": 0, "workdir": ""})
+
+
+def _check(config: Config) -> None:
+    """InputError if a run's config has problems, or if its folder holds a run of other options."""
+    validate(config)
+    changed = []
+    for line in config_differences(config.workdir, dataclasses.asdict(config)):
+        before, _, given = line.partition(": ")[2].partition(" -> ")
+        if before != "absent" and _PIN.sub("", before) != given.replace("/'", "'"):  # absent: of an earlier version
+            changed.append(line)
+    if changed:
+        found = f"{config.workdir} holds a run of other options ({'; '.join(changed)})"
+        raise InputError(f"{found}: choose another --output, or give the options as before")
+
+
+def sweep(runs: Sequence[Planned], output: Path) -> None:
+    """Trains the runs that have not finished, then compares all. RuntimeError if one fails, or is stopped."""
+    output.mkdir(parents=True, exist_ok=True)
+    folders = [str(Path(run.config.workdir).relative_to(output)) for run in runs]
+    (output / SWEEP).write_text(json.dumps({"runs": folders}) + "\n", encoding="utf-8")
+    again = "rerun the same command to go on with this run; finished ones are passed over"
+    for number, (arm, options, config) in enumerate(runs, start=1):
+        workdir, start, run = Path(config.workdir), time.monotonic(), f"{arm}, seed {config.seed}"
+        if not is_finished(workdir):
+            say(f"{number} of {len(runs)}: {run}: in {workdir}")
+            if code := run_training(options, workdir, config.seed):
+                log = workdir / "train.log"
+                raise RuntimeError(f"{run} failed with exit code {code}, see above and {log}: correct it, then {again}")
+            if left := steps_left(read_run("", config.workdir)):
+                raise RuntimeError(f"{run} was stopped with {left} steps left: {again}")
+            (workdir / FINISHED).touch()
+        accuracies = points(read_metrics(workdir), None, "steps")[1]
+        held_out = f"{accuracies[-1]:.3f}" if accuracies else "nothing"
+        say(f"{number} of {len(runs)}: {run}: {held_out} held out, {duration(time.monotonic() - start)}")
+    say(f"done: {report([('', str(output))])}")
+
+
+def run_training(
+    options: Sequence[str], workdir: Path, seed: int, *, output: IO[str] | None = None, cwd: Path | None = None
+) -> int:
+    """Runs `dapo-jax train` in a process of its own, and returns its exit code.
+
+    Args:
+        output: gets what it prints; None leaves it on this terminal.
+
+    Raises:
+        KeyboardInterrupt: SIGINT or SIGTERM has arrived. The run has got it too, and has ended.
+    """
+    command = [sys.executable, "-m", "dapo_jax.train", *options, f"--config.seed={seed}", f"--config.workdir={workdir}"]
+    heard: list[int] = []
+    started: list[subprocess.Popen] = []
+
+    def forward(number: int, _: object) -> None:
+        heard.append(number)
+        for process in started:
+            process.send_signal(number)  # a terminal sends it as well: the run takes both as one
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        started.append(subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output))
+        if heard:  # while it was started
+            started[0].send_signal(heard[0])
+        code = started[0].wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if heard:
+        raise KeyboardInterrupt
+    return code
+
+
+def is_finished(workdir: Path) -> bool:
+    """Whether the run of this workdir has ended."""
+    return (workdir / FINISHED).exists()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="dapo-jax sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--arm", action="append", help="NAME or NAME:OPTION=VALUE,...; the first is compared with")
+    parser.add_argument("--seeds", nargs="+", default=["0", "1", "2"], help="of each arm; 0 1 2 unless given")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the runs and the report")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given, options = parser.parse_known_args(arguments)
+    with refusals(["sweep", *arguments]):
+        seeds = [int(word) for word in given.seeds if word.isdecimal()]
+        options += [word for word in given.seeds if not word.isdecimal()]  # as in --seeds 0 1 actor.optim.lr=1e-3
+        output = Path(given.output).expanduser()
+        if is_address(given.output) or (output / METRICS).exists() or (output.exists() and not output.is_dir()):
+            raise InputError(f"--output={given.output} must be a folder on this machine, and not a run: choose another")
+        if not seeds or len(set(seeds)) < len(seeds):
+            raise InputError(f"--seeds {' '.join(given.seeds)}: give different numbers")
+        sweep(planned_runs(given.arm or ["base"], seeds, options, output), output)
+
+
+if __name__ == "__main__":
+    main()
