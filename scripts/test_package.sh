@@ -52,6 +52,7 @@ runs_every_command() {
   dapo-jax preflight --config tiny --quick --json preflight.json > preflight.txt
   dapo-jax monitor runs/tiny
   dapo-jax report runs/tiny
+  dapo-jax sweep --config tiny --seeds 0 --output runs/sweep trainer.total_training_steps=2
   dapo-jax env > env.md
   python - <<'PYTHON'
 import dapo_jax as dx

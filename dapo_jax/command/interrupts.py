@@ -22,7 +22,6 @@ _AGAIN = 0  # not a signal's number
 ENDING = "interrupted while it was ending"
 SENTENCES = {  # command -> what happens to its work
     "train": "rerun the same command to start, or to resume from the newest checkpoint",
-    "sweep": "rerun the same command to resume; finished runs are passed over",
     "evaluate": "the evaluation is incomplete and was not written; rerun the same command to measure again",
     "export": "the model is incomplete and was not written; rerun the same command to export it",
     "preflight": "there is no report; rerun the same command to compile again",

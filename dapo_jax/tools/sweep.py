@@ -2,10 +2,9 @@
 
     dapo-jax sweep --config tiny --seeds 0 1 2 --arm base --arm slow:actor.optim.lr=1e-3 --output runs/rates
 
-An arm is NAME, or NAME:OPTION=VALUE,OPTION=VALUE with what it changes; commas within brackets or quotes belong to a
-value. All other options are those of `dapo-jax train`, which runs in DIR/NAME/seed_N. Rerun the same command to resume,
-also with further arms or seeds: finished runs are passed over. In the end a table and the page DIR/report.html compare
-the arms (docs/report.md).
+An arm is NAME, or NAME:OPTION=VALUE,OPTION=VALUE with what it changes. All other options are those of `dapo-jax train`,
+which runs in DIR/NAME/seed_N. Rerun the same command to resume, also with further arms or seeds: finished runs are
+passed over. In the end a table and the page DIR/report.html compare the arms (docs/report.md).
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from dapo_jax.command.command_line import read_options, refusals
+from dapo_jax.command.help import about
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat, with_values
@@ -39,7 +39,6 @@ from dapo_jax.report.read import SWEEP, read_run
 from dapo_jax.tools.plot import points
 
 FINISHED = "finished"  # file in the workdir of a finished run
-_NAME = re.compile(r"[\w+-][\w.+ -]*")  # of an arm and its folder
 # A comma between two options: not within brackets, and before an even number of quotes.
 _COMMA = re.compile(r""",(?=[\w.-]+=)(?![^(\[{]*[)\]}])(?=(?:[^"]*"[^"]*")*[^"]*$)""")
 # What a run adds to a name in its config.json: the commit on the hub, the checkpoint of another run.
@@ -63,11 +62,11 @@ def planned_runs(arms: Sequence[str], seeds: Sequence[int], options: Sequence[st
     Raises:
         InputError: the form, the name or an option of an arm is wrong, or a folder holds a run of other options.
     """
-    found, earlier = [], {}
+    found, earlier = [], set()
     for arm in arms:
         name, _, changes = arm.partition(":")
         own = [re.sub(r"=(['\"])(.*)\1$", r"=\2", change) for change in filter(None, _COMMA.split(changes))]
-        if not _NAME.fullmatch(name) or not all(re.match("[^=]+=", change) for change in own):
+        if not re.fullmatch(r"[\w+-][\w.+ -]*", name) or not all(re.match("[^=]+=", change) for change in own):
             raise InputError(f"--arm {arm}: write NAME, of letters, digits and ._+-, or NAME:OPTION=VALUE,OPTION=VALUE")
         try:
             config = _config([*options, *own])
@@ -77,8 +76,9 @@ def planned_runs(arms: Sequence[str], seeds: Sequence[int], options: Sequence[st
                 _check(of_run)
         except InputError as error:
             raise InputError(f"--arm {name}: {error}") from error
-        if (same := earlier.setdefault(name, arm)) != arm or (same := earlier.setdefault(config, arm)) != arm:
-            raise InputError(f"--arm {same} and --arm {arm} have the same name or the same options: leave out one")
+        if earlier & {name, config}:
+            raise InputError(f"--arm {arm} has the name or all options of an earlier arm: leave one out")
+        earlier |= {name, config}
     return found
 
 
@@ -99,9 +99,10 @@ def _check(config: Config) -> None:
     validate(config)
     changed = []
     for line in config_differences(config.workdir, dataclasses.asdict(config)):
-        before, _, given = line.partition(": ")[2].partition(" -> ")
-        if before != "absent" and _PIN.sub("", before) != given.replace("/'", "'"):  # absent: of an earlier version
-            changed.append(line)
+        key, _, values = line.partition(": ")
+        before, _, given = values.partition(" -> ")  # absent: of an earlier version
+        same = key == "workdir" or before == "absent" or _PIN.sub("", before) == given.replace("/'", "'")
+        changed += [] if same else [line]
     if changed:
         found = f"{config.workdir} holds a run of other options ({'; '.join(changed)})"
         raise InputError(f"{found}: choose another --output, or give the options as before")
@@ -171,7 +172,7 @@ def is_finished(workdir: Path) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="dapo-jax sweep",
-        description=__doc__,
+        description=about(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
