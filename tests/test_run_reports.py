@@ -68,7 +68,7 @@ def test_samples_are_of_all_kinds_and_none_stands_there_twice(run, shown):
         assert all(0 < sample["length"] <= 4 for sample in samples)
     *_, last = shown["samples/text_summary"]
     kinds = [row.split(" | ")[0].strip("| ") for row in last.tensor.string_val[0].decode().splitlines()[2:]]
-    assert kinds == ["held-out, arithmetic"] * 4 + ["best", "worst", "truncated"] + ["any"] * 3
+    assert kinds == ["held&#95;out, arithmetic"] * 4 + ["best", "worst", "truncated"] + ["any"] * 3
 
 
 def test_every_evaluation_keeps_the_first_responses_to_the_same_problems(run):

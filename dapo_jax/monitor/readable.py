@@ -35,9 +35,7 @@ def markdown_table(samples: Sequence[Mapping[str, Any]]) -> str:
     """
     rows = [["kind", *_COLUMNS], ["---"] * (1 + len(_COLUMNS))]
     for sample in sorted(samples, key=lambda sample: (*_KINDS, sample.get("kind")).index(sample.get("kind"))):
-        kind = ", ".join(str(sample[key]) for key in ("kind", "task") if key in sample).replace(
-            "held_out", "held-out", 1
-        )
+        kind = ", ".join(str(sample[key]) for key in ("kind", "task") if key in sample)
         rows.append([_cell(kind), *(_cell(sample.get(key, "")) for key in _COLUMNS.values())])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -28,21 +28,6 @@ HOSTILE = {
 }
 
 
-def test_a_table_has_a_row_for_each_sample_and_what_people_look_for_first():
-    samples = [
-        {"kind": "any", "prompt": "1 + 1 =", "response": "3", "ground_truth": "2", "length": 1, "score": 0.0},
-        {"kind": "held_out", "task": "a_b", "prompt": "2 + 2 =", "response": "4", "ground_truth": "4", "score": 1.0},
-        {"kind": "mine", "response": ""},
-    ]
-    assert markdown_table(samples).splitlines() == [
-        "| kind | prompt | response | right answer | score |",
-        "| --- | --- | --- | --- | --- |",
-        "| held-out, a&#95;b | 2 + 2 = | 4 | 4 | 1 |",
-        "| any | 1 + 1 = | 3 | 2 | 0 |",
-        "| mine |  |  |  |  |",
-    ]
-
-
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_cell_shows_what_was_sampled_and_runs_nothing(text):
     [*_, row] = markdown_table([{"kind": "any", "prompt": text, "response": text, "score": 1.0}]).splitlines()

@@ -96,14 +96,16 @@ def test_a_step_is_written_once(tmp_path):
 
 
 def test_samples_are_written_as_lines_and_as_text(tmp_path):
-    samples = [{"prompt": "1+1=?\n", "response": "二 ``` <b>", "score": 1.0}, {"response": "", "score": -1.0}]
+    samples = [{"prompt": "1+1=?\n", "response": "二 ``` <b>", "score": 1.0}]
+    samples += [{"kind": "of_mine", "response": "", "score": -1.0, "ground_truth": "2"}]
     with RunRecords(tmp_path, resume_step=None) as records:
         records.write_samples(12, samples)
     lines = (tmp_path / "samples/step_000012.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == samples and "二" in lines[0]
     ((step, tag, text),) = shown_values(tmp_path)
     assert (step, tag) == (12, "samples/text_summary")
-    assert text.endswith("|  | 1+1=?<br> | 二 &#96;&#96;&#96; &#60;b&#62; |  | 1 |\n|  |  |  |  | -1 |")
+    rows = ["|  | 1+1=?<br> | 二 &#96;&#96;&#96; &#60;b&#62; |  | 1 |", "| of&#95;mine |  |  | 2 | -1 |"]
+    assert text.splitlines() == ["| kind | prompt | response | right answer | score |", "|" + " --- |" * 5, *rows]
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 5, "actor/pg_lo', '{"step": 5, "acc/加'])
