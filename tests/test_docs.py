@@ -20,17 +20,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 OPTIONS = flatten(dataclasses.asdict(Config()))
 SECTIONS = {key.partition(".")[0] for key in OPTIONS}
 # Files of the reader, of another program, or made by a run.
-OF_OTHERS = {
-    "FILE.py",
-    "mine.py",
-    "my/rewards.py",
-    "countdown.py",
-    "test_countdown.py",
-    "run.sh",
-    "run_dapo.sh",
-    "train.sbatch",
-}
-OF_OTHERS |= {"recipe/dapo/dapo_ray_trainer.py"}
+OF_OTHERS = {"FILE.py", "mine.py", "my/rewards.py", "countdown.py", "test_countdown.py", "run.sh", "run_dapo.sh"}
+OF_OTHERS |= {"recipe/dapo/dapo_ray_trainer.py", "train.sbatch"}
 WRITTEN_BY_HAND = ("getting_started", "troubleshooting", "faq", "coming_from_verl")
 
 

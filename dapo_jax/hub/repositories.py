@@ -72,14 +72,14 @@ def fetch_model(name: HubName, *, weights: bool = True, shown: bool = False) -> 
     return downloaded(name, [*wanted, *(_weight_files(files) if weights else [])], shown=shown)
 
 
-def data_files(path: str) -> list[epath.Path | Path]:
+def data_files(path: str, *, shown: bool = False) -> list[epath.Path | Path]:
     """The files that an entry of data.train_files names: the path or address itself, or those of a split on the hub.
 
     Raises:
         InputError: see `place_of` and `pinned_name`.
     """
     if (name := data_name(path)) is not None:
-        return [*fetch_split(name)]
+        return [*fetch_split(name, shown=shown)]
     return [place_of(path) if is_address(path) else Path(path)]
 
 

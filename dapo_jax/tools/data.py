@@ -14,7 +14,6 @@ same rows give the same bytes.
 import argparse
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -29,8 +28,7 @@ from dapo_jax.data.prompt_files import read_records
 from dapo_jax.data.published import FILES, Row, gsm8k_row, make_row, text_of
 from dapo_jax.data.rows import prompt_identity
 from dapo_jax.errors import InputError, say
-from dapo_jax.hub.names import data_name
-from dapo_jax.hub.repositories import fetch_split
+from dapo_jax.hub.repositories import data_files
 from dapo_jax.rewards.numerals import whole_number
 
 # Around every problem of DAPO-Math-17k and AIME-2024, as their authors publish them (arXiv:2503.14476).
@@ -57,28 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def convert(name: str, folder: Path, given: Sequence[str] = ()) -> Iterable[str]:
-    """Writes the files of a data set below `folder`, unless they are all there. Yields a text about each.
-
-    Raises:
-        InputError: the hub does not give the files, or one of `given` has bad rows.
-    """
-    outputs = [folder / file for file in FILES[name]]
+    """Writes the files of a data set below `folder`, unless they are all there. Yields a text about each."""
+    outputs, entries = [folder / file for file in FILES[name]], [*given] or [*FILES[name].values()]
     if all(output.exists() for output in outputs):
         yield from (f"{output} exists: to make it again, delete it first" for output in outputs)
         return
-    entries = [*given] or [*FILES[name].values()]
     if "" in entries:
         raise InputError(f"{name} has no files on the hub that are known here: give its file by --input FILE")
     if len(outputs) > 1 and len(entries) != len(outputs):
         raise InputError(f"--input names {len(entries)} files: name one for each of {', '.join(map(str, outputs))}")
-    sources = [entries] if len(outputs) == 1 else [[entry] for entry in entries]
     to_row = partial(math_row, data_source=SOURCES[name]) if name in SOURCES else gsm8k_row
-    held_out: set[str] = set()
-    for output, files in reversed(list(zip(outputs, sources, strict=True))):  # the test problems first
-        rows, counts = distinct_rows(files, to_row, held_out)
-        held_out |= {prompt_identity(row["prompt"]) for row in rows}
-        write_rows(rows, output)
-        yield "\n".join([str(output), *(f"  {what:<12} {count}" for what, count in counts.items())])
+    prompts: set[str] = set()
+    for place in reversed(range(len(outputs))):  # the test problems first
+        rows, counts = distinct_rows(entries if len(outputs) == 1 else [entries[place]], to_row, excluded=prompts)
+        prompts |= {prompt_identity(row["prompt"]) for row in rows}
+        write_rows(rows, outputs[place])
+        yield "\n".join([str(outputs[place]), *(f"  {what:<12} {count}" for what, count in counts.items())])
 
 
 def distinct_rows(
@@ -93,43 +85,30 @@ def distinct_rows(
         excluded: identities of prompts that are left out.
 
     Raises:
-        InputError: the first bad row, by file, row and field; or no row is left.
+        InputError: the hub does not give the files; the first bad row, by file, row and field; or no row is left.
     """
+    counts = dict.fromkeys(("read", "left out", "repeated"), 0)
     kept: dict[str, Row] = {}
-    copies: Counter[str] = Counter()
     conflicting: set[str] = set()
-    num_read = 0
-    for path in chain.from_iterable(map(_files, entries)):
+    for path in chain.from_iterable(data_files(entry, shown=True) for entry in entries):
         for number, record in read_records(path):
-            num_read += 1
+            counts["read"] += 1
+            if not isinstance(record, dict):
+                raise InputError(f"{path} row {number}: must be an object, not {record!r:.60}: write one on each line")
             try:
-                if not isinstance(record, dict):
-                    raise InputError(f"must be an object, not {record!r:.60}: write one on each line")
                 row = convert(record)
             except InputError as problem:
                 raise InputError(f"{path} row {number}: {problem}") from problem
             if row is None or (identity := prompt_identity(row["prompt"])) in excluded:
+                counts["left out"] += 1
                 continue
-            copies[identity] += 1
+            counts["repeated"] += identity in kept
             if kept.setdefault(identity, row)["reward_model"] != row["reward_model"]:
                 conflicting.add(identity)
     rows = [row for identity, row in kept.items() if identity not in conflicting]
-    in_conflict = sum(copies[identity] for identity in conflicting)
-    repeated = copies.total() - in_conflict - len(rows)
-    left_out = num_read - copies.total()
-    counts = {"read": num_read, "repeated": repeated, "conflicting": in_conflict, "left out": left_out}
     if not rows:
         raise InputError(f"no row is left ({counts}): name other files")
-    return rows, counts | {"written": len(rows)}
-
-
-def _files(entry: str) -> list[Path]:
-    """The file, or those of a split on the hub."""
-    split = data_name(entry)
-    try:
-        return [Path(entry)] if split is None else fetch_split(split, shown=True)
-    except InputError as error:
-        raise InputError(f"{error}, by --input FILE") from error
+    return rows, {**counts, "conflicting": len(conflicting), "written": len(rows)}
 
 
 def math_row(record: dict[str, Any], data_source: str) -> Row:

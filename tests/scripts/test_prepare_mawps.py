@@ -23,7 +23,7 @@ def written(folder: Path) -> list[list[dict]]:
 
 def test_no_template_of_mawps_is_in_both_splits(tmp_path, capsys):
     prepare(FILE, "--heldout-share", 0.4, "--output", tmp_path)
-    assert "read 31, repeated 5, conflicting 0, left out 1, written 25" in capsys.readouterr().out
+    assert "read 31, left out 1, repeated 5, conflicting 0, written 25" in capsys.readouterr().out
     train, heldout = written(tmp_path)
     assert len(train) + len(heldout) == 25 and train and heldout
     templates = [{template_of(row["prompt"][-1]["content"]) for row in rows} for rows in (train, heldout)]
