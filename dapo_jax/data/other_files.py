@@ -6,7 +6,7 @@ from pathlib import Path
 
 from etils import epath
 
-from dapo_jax.data.published import FILES, command_of
+from dapo_jax.data.published import FILES
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CONVERSIONS = {
@@ -40,6 +40,6 @@ def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
     if path.suffix not in suffixes and (path.suffix or path.exists()):
         cure = _CONVERSIONS.get(path.suffix, "convert it")
         return f"ends in {path.suffix!r}, must end in one of {', '.join(suffixes)}: {cure}"
-    if made_by := command_of(name):
-        return f"does not exist: `{made_by}` writes it, or correct the path"
+    if made := [one for one, files in FILES.items() if any(name.endswith(f"/{file}") for file in files)]:
+        return f"does not exist: `dapo-jax data {made[0]}` writes it to data/, or correct the path"
     return f"{'is not a file' if path.exists() else 'does not exist'}: correct the path or prepare the data"

@@ -60,12 +60,3 @@ def in_verl_schema(source: str, record: Any) -> Any:
         return gsm8k_row(record)
     except InputError:
         return record
-
-
-def command_of(path: str) -> str | None:
-    """The command that makes the prompt file `path`; None for other files."""
-    for name, files in FILES.items():
-        for file in files:
-            if path.endswith(f"/{file}"):
-                return f"dapo-jax data {name} --output {path.removesuffix(f'/{file}')}"
-    return None

@@ -191,5 +191,5 @@ def test_recipes_name_what_the_hub_has_or_a_command_makes():
         config = read_config_file(name)
         assert {*config.data.train_files, *config.data.val_files} <= made | hub
         assert config.model.path in ("random", SMOLLM2) or model_name(config.model.path) is not None, name
-    with pytest.raises(ValueError, match=r"data/aime-2024.parquet does not exist: `dapo-jax data aime-2024 --output "):
+    with pytest.raises(ValueError, match=r"data/aime-2024.parquet does not exist: `dapo-jax data aime-2024` writes it"):
         read_prompt_files(["data/aime-2024.parquet"])
