@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns to add up two and three numbers step by step, with all of DAPO, on a laptop's CPU.
 
-    python scripts/data/prepare_sums.py
+    dapo-jax data sums
     python -m dapo_jax.train --config configs/sums.py
 
 Hardware: two CPU cores and 12 GiB of memory. Expect: docs/results/dapo.md, which compares DAPO's parts in this setting.

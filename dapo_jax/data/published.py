@@ -14,7 +14,9 @@ FILES = {  # of `dapo-jax data NAME`: each file below its --output, and the spli
     "aime-2024": {"aime-2024.parquet": "hf://BytedTsinghua-SIA/AIME-2024/train"},
     "aime-2025": {"aime-2025.parquet": ""},
     "amc-2023": {"amc-2023.parquet": ""},
+    "sums": {"sums/train.parquet": "", "sums/heldout.parquet": ""},  # generated: worked_sums.py
 }
+TEST_PROBLEMS = {"aime-2024.parquet": 30, "gsm8k/test.parquet": 1319, "gsm8k/main/test": 1319}  # by the end of a path
 GSM8K = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'  # verl's
 ANSWER = re.compile(r"#### (-?[0-9.,]+)\s*$")  # at the end of a solution
@@ -60,3 +62,10 @@ def in_verl_schema(source: str, record: Any) -> Any:
         return gsm8k_row(record)
     except InputError:
         return record
+
+
+def num_test_problems(path: str) -> int | None:
+    """The problems of a prompt file or a split, by its name alone; None if it is no public data set's."""
+    return next(
+        (number for name, number in TEST_PROBLEMS.items() if f"/{path.split('@')[0]}".endswith(f"/{name}")), None
+    )

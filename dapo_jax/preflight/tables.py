@@ -1,9 +1,11 @@
 """Host: the report as markdown."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dapo_jax.data.published import num_test_problems
 from dapo_jax.parallel.devices import GIB
 from dapo_jax.preflight.compiled import TEMPORARIES
 from dapo_jax.preflight.programs import KINDS
@@ -50,17 +52,17 @@ def tables(report: Mapping[str, Any]) -> str:
 def _whole_run(report: Mapping[str, Any]) -> list[str]:
     """The time of all steps in hours and device-hours, if their number is known; at the expected lengths, if given.
 
-    Evaluations count if the number of their problems is known. On H100s it also says the time at the shares of these
-    bounds that one of them has reached.
+    Evaluations count, as far as the number of their problems is known. On H100s it also says the time at the shares of
+    these bounds that one of them has reached.
     """
     config, stages = report["config"], (report.get("expected") or report)["stages"]
-    trainer, data, steps = config["trainer"], config["data"], config["trainer"]["total_training_steps"]
+    trainer, steps = config["trainer"], config["trainer"]["total_training_steps"]
     if report["step_seconds"] is None or steps < 1:
         return []
-    problems = 0 if data["task"] == "files" else data[data["task"]]["num_heldout"]
+    responses, unknown = _responses_of_evaluation(config)
     every = trainer["test_freq"]
     evaluations = int(trainer["val_before_train"]) + (math.ceil(steps / every) if every > 0 else 1)
-    evaluated = evaluations * problems * config["evaluate"]["n"]
+    evaluated = evaluations * responses
     of_step = report["assumed"]["prompts_sampled"] * config["rollout"]["n"]
     devices = math.prod(report["mesh"].values())
 
@@ -77,10 +79,26 @@ def _whole_run(report: Mapping[str, Any]) -> list[str]:
     if "H100" in report["device"]["name"]:
         shares = f"{100 * REACHED[0]:.0f} % of the bound of decoding, {100 * REACHED[1]:.0f} % of the others"
         line += f"; about {hours(*REACHED)} at what one H100 has reached ({shares})"
-    counted = (
-        f"with {evaluations} evaluations" if evaluated else "without evaluations, whose problems are not read here"
-    )
-    return ["", f"{line}; {counted}, and without checkpoints, which are written meanwhile."]
+    counted = [f"with {evaluations} evaluations"] * bool(responses)
+    counted += [f"without evaluations on {' and '.join(unknown)}, which is not read here"] * bool(unknown)
+    return ["", "; ".join([line, *counted]) + "; checkpoints are written meanwhile."]
+
+
+def _responses_of_evaluation(config: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """The responses of one evaluation, and the files whose number of problems is not known."""
+    data, evaluate = config["data"], config["evaluate"]
+    sets, unknown, total = [*json.loads(evaluate["tasks"]).values()], [], 0
+    if data["task"] == "files":
+        sets.append({"files": data["val_files"]})
+    else:
+        total += data[data["task"]]["num_heldout"] * evaluate["n"]
+    for one in sets:
+        files = [one["files"]] if isinstance(one["files"], str) else one["files"]
+        counts = [num_test_problems(file) for file in files]
+        known, most = sum(filter(None, counts)), one.get("max_prompts", evaluate["max_prompts"])
+        total += (known if most < 0 else min(known, most)) * one.get("n", evaluate["n"])
+        unknown += [file for file, count in zip(files, counts, strict=True) if count is None]
+    return total, unknown
 
 
 def _rollout(plan: Mapping[str, int]) -> str:

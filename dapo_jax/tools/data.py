@@ -3,6 +3,7 @@
     dapo-jax data gsm8k            writes data/gsm8k/train.parquet and data/gsm8k/test.parquet
     dapo-jax data dapo-math-17k    writes data/dapo-math-17k.parquet
     dapo-jax data aime-2024        writes data/aime-2024.parquet; aime-2025 and amc-2023 likewise, from --input
+    dapo-jax data sums             writes data/sums/train.parquet and data/sums/heldout.parquet, which it generates
 
 The rows come from the Hugging Face hub (pip install 'dapo_jax[hub]') or, with --input, from the publisher's files,
 Parquet or JSON Lines; for gsm8k the training problems, then the test problems. Each prompt is written once, while
@@ -27,6 +28,7 @@ from dapo_jax.command.command_line import refusals
 from dapo_jax.data.prompt_files import read_records
 from dapo_jax.data.published import FILES, Row, gsm8k_row, make_row, text_of
 from dapo_jax.data.rows import prompt_identity
+from dapo_jax.data.worked_sums import sum_row, sums
 from dapo_jax.errors import InputError, say
 from dapo_jax.hub.repositories import data_files
 from dapo_jax.rewards.numerals import whole_number
@@ -38,6 +40,7 @@ DAPO_PROMPT = (
     'Remember to put your answer on its own line after "Answer:".'
 )
 SOURCES = {"dapo-math-17k": "math_dapo", "aime-2024": "aime2024", "aime-2025": "aime2025", "amc-2023": "amc23"}
+SUMS = 400, 96  # problems to train and to evaluate on
 Convert = Callable[[dict[str, Any]], Row | None]  # None leaves a row out
 
 
@@ -48,17 +51,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", choices=FILES, help="the data set")
     parser.add_argument("--output", type=Path, default=Path("data"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--input", nargs="+", metavar="FILE", default=[], help="instead of the hub's files")
+    parser.add_argument(
+        "--problems", nargs=2, type=int, metavar="N", default=SUMS, help="of sums, to train and to evaluate on"
+    )
     given = parser.parse_args(arguments)
     with refusals(["data"]):
-        for line in convert(given.name, given.output, given.input):
+        for line in convert(given.name, given.output, given.input, given.problems):
             say(line)
 
 
-def convert(name: str, folder: Path, given: Sequence[str] = ()) -> Iterable[str]:
-    """Writes the files of a data set below `folder`, unless they are all there. Yields a text about each."""
+def convert(name: str, folder: Path, given: Sequence[str] = (), problems: Sequence[int] = SUMS) -> Iterable[str]:
+    """Writes the files of a data set below `folder`, unless they are all there. Yields a text about each.
+
+    Args:
+        given: files to read instead of the hub's.
+        problems: of sums, to train and to evaluate on.
+    """
     outputs, entries = [folder / file for file in FILES[name]], [*given] or [*FILES[name].values()]
     if all(output.exists() for output in outputs):
         yield from (f"{output} exists: to make it again, delete it first" for output in outputs)
+        return
+    if name == "sums":
+        found = sums(*problems, seed=0)
+        for output in outputs:
+            write_rows([sum_row(terms, output.stem) for terms in found[output.stem]], output)
+            yield f"{output}\n  written      {len(found[output.stem])}"
         return
     if "" in entries:
         raise InputError(f"{name} has no files on the hub that are known here: give its file by --input FILE")

@@ -59,7 +59,7 @@ SMALL = {  # hundreds of updates in minutes: with the model of small_model.py an
     "trainer.test_freq": "10",
     "trainer.save_freq": "60",
 }
-SMALL_SUMS = {  # prepare_sums.py --num-train 256 --num-heldout 256 --output data/sums256
+SMALL_SUMS = {  # dapo-jax data sums --problems 256 256
     **SMALL,
     "data.train_files": "data/sums256/train.parquet",
     "data.val_files": "data/sums256/heldout.parquet",

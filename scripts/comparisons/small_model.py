@@ -4,7 +4,7 @@
     python scripts/comparisons/small_model.py --output runs/small_model
 
 It learns from demonstrations for minutes on two cores, and is then what RL begins with: an answer to `8 + 5 + 6 = ?`
-(prepare_sums.py) or to the problems of reasoning-gym's spell_backward is sometimes right, in several styles. The
+(`dapo-jax data sums`) or to the problems of reasoning-gym's spell_backward is sometimes right, in several styles. The
 demonstrations hold what a run has to unlearn:
 
 - styles: only the result (mostly wrong), worked out, or worked out again and again (often beyond the limit of length)
@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,12 @@ from dapo_jax.config.values import default_config, freeze
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer, piece_tokenizer
+from dapo_jax.data.worked_sums import HIGH, LOW, NUM_TERMS, sum_row, sums
 from dapo_jax.export import write_policy
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import init_params
 from dapo_jax.parallel.mesh import make_mesh
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-
-from prepare_sums import HIGH, LOW, NUM_TERMS, sum_row, sums
 
 Demonstration = tuple[list[Any], str]  # messages of the prompt, response
 SPELLING = "spell_backward"

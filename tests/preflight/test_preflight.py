@@ -84,7 +84,12 @@ def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkey
     assert "Expected at lognormal:median=10,sigma=0.3,clip=60,within=0.5,prompt_median=8,prompt_sigma=0.5" in text
     assert "| s, longest case | needed / computed |" in text and "at the expected lengths." in text
     of_step, plan = expected["step_seconds"], found["assumed"]
-    assert "4 steps take at least 0.0 h, 0 device-hours; with 3 evaluations, and without checkpoints" in text
+    assert "4 steps take at least 0.0 h, 0 device-hours; with 3 evaluations; checkpoints are written" in text
+    assert tables_module._responses_of_evaluation(found["config"])[0] == 4 * found["config"]["evaluate"]["n"]
+    files = {"task": "files", "val_files": ("data/aime-2024.parquet", "mine.jsonl")}
+    tasks = json.dumps({"gsm8k": {"files": "hf://openai/gsm8k/main/test@main", "n": 1, "max_prompts": 1000}})
+    of_files = {"data": files, "evaluate": {"tasks": tasks, "n": 32, "max_prompts": -1}}
+    assert tables_module._responses_of_evaluation(of_files) == (30 * 32 + 1000, ["mine.jsonl"])
     found["config"]["trainer"] |= {"total_training_steps": 36_000, "test_freq": -1, "val_before_train": False}
     found["config"]["evaluate"]["n"] = 36_000 * plan["prompts_sampled"] * found["config"]["rollout"]["n"] // 4
     sampling = sum(expected["stages"][name]["seconds"]["total"] for name in ("prefill", "decode"))

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import compare_trl
 import comparison_report
-import prepare_sums
 import pytest
 import run_ablation
 import trl_task
 from scripts.test_run_ablation import ENVIRONMENT, rows_of, write_run
 
 from dapo_jax.command.command_line import read_config
+from dapo_jax.tools.data import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +30,8 @@ def test_trl_is_told_our_settings():
 
 
 def test_problems_are_asked_as_here(tmp_path):
-    prepare_sums.main([f"--output={tmp_path}", "--num-train=4", "--num-heldout=2"])
-    rows = trl_task.rows_of([str(tmp_path / "heldout.parquet")])
+    main(["sums", f"--output={tmp_path}", "--problems", "4", "2"])
+    rows = trl_task.rows_of([str(tmp_path / "sums" / "heldout.parquet")])
     assert len(rows) == 2 and [turn["role"] for turn in rows[0]["prompt"]] == ["system", "user", "assistant", "user"]
     assert rows[0]["prompt"][0]["content"] == ""
     assert trl_task.is_right("8 + 5 = 13, 13 + 6 = 19", "19") == 1 and trl_task.is_right("19 - 1 = 18", "19") == 0

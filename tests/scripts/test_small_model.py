@@ -9,11 +9,11 @@ import ablations
 import numpy as np
 import pytest
 import small_model
-from prepare_sums import sums
 
 from dapo_jax.command.command_line import read_config
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.data.worked_sums import sums
 from dapo_jax.models.load import read_model_architecture
 
 RECIPE = f"--config={Path(__file__).parents[2] / 'configs/sums.py'}"

@@ -1,6 +1,4 @@
-"""Host: generated sums of two and three numbers, to be worked out step by step, as prompt files.
-
-    python scripts/data/prepare_sums.py --output data/sums
+"""Host: generated sums of two and three numbers, to be worked out step by step: `dapo-jax data sums`.
 
 The prompt shows `8 + 5 + 6 = ?` with its answer, `8 + 5 = 13, 13 + 6 = 19`, and asks for another sum. Longer sums are
 harder and take longer answers, so a small model gets some always right and some never, and hits a limit of response
@@ -8,26 +6,12 @@ length. All orders of the same numbers are in the same split. The verifier is `a
 `extra_info.num_terms` is the difficulty.
 """
 
-if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.command.interrupts import end_at_once
-
-    end_at_once("prepare_sums")
-
-import argparse
 import itertools
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
-
-from script_ends import command
-
 from dapo_jax.data.published import Row, make_row
 from dapo_jax.errors import InputError
-from dapo_jax.tools.data import write_rows
 
 LOW, HIGH = 1, 20
 NUM_TERMS = (2, 3)
@@ -67,7 +51,7 @@ def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
         num_train, num_heldout: problems in all, multiples of the number of lengths.
 
     Raises:
-        ValueError: a length has fewer problems than are asked for, or a number is no such multiple.
+        InputError: a length has fewer problems than are asked for, or a number is no such multiple.
     """
     wanted = {"heldout": num_heldout, "train": num_train}
     for split, number in wanted.items():
@@ -91,19 +75,3 @@ def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
         split: list(itertools.chain.from_iterable(zip(*(found[split] for found in by_length), strict=True)))
         for split in wanted
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-train", type=int, default=400, help="default: %(default)s")
-    parser.add_argument("--num-heldout", type=int, default=96, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("data/sums"), metavar="DIR", help="default: %(default)s")
-    given = parser.parse_args(arguments)
-    for split, found in sums(given.num_train, given.num_heldout, given.seed).items():
-        write_rows([sum_row(terms, split) for terms in found], path := given.output / f"{split}.parquet")
-        print(f"{path}: {len(found)} problems")
-
-
-if __name__ == "__main__":
-    command(main)
