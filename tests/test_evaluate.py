@@ -184,7 +184,7 @@ def test_a_model_is_measured_without_training_data_and_in_pieces(trained, tmp_pa
 
 @pytest.mark.slow
 def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "_read", lambda _: (trained, (), Recipe("", (), None)))
+    monkeypatch.setattr(command_line, "read_options", lambda _: (trained, (), Recipe("", (), None)))
     monkeypatch.setattr(sys, "argv", ["evaluate", "--step", "1"])
     main()
     assert "task set" in capsys.readouterr().out

@@ -485,7 +485,7 @@ class TrainerConfig:
     rollout_devices: NotNegative[int] = 0  # with rollout_ahead: devices that sample, over all processes; 0 = half
     logger: tuple[str, ...] = ("console", "tensorboard")  # also wandb, FILE.py:Class; metrics.jsonl always
     project_name: str = "dapo_jax"  # of the run in Weights & Biases (pip install 'dapo_jax[wandb]') or your own tracker
-    experiment_name: str = ""  # the run's name there; empty = the last part of workdir
+    experiment_name: str = ""  # the run's name there; empty = the last part of workdir, in a sweep with its arm
     checkpoint_dir: str = ""  # path or gs:// address that all processes can reach; empty = workdir/checkpoints
     checkpoint_timeout_s: Positive[int] = 3600  # seconds to write a checkpoint before the run fails (Orbax: 1200)
     coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI), or one process

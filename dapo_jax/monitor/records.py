@@ -19,6 +19,7 @@ from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.tensorboard import TensorBoard, event_folder
 from dapo_jax.monitor.trackers import Guarded, Tracker, is_own, start_own
 from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
+from dapo_jax.monitor.workdir import run_name
 from dapo_jax.places import place_of
 
 TRACKERS = ("tensorboard", "wandb")
@@ -80,7 +81,7 @@ class RunRecords:
         first_step = self._last_step + 1
         if "tensorboard" in logger:
             self._trackers.append(TensorBoard(event_folder(workdir, first_step=first_step), first_step=first_step))
-        name = experiment_name or workdir.absolute().name
+        name = experiment_name or run_name(workdir)
         if "wandb" in logger:
             run = WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step)
             self._trackers.append(Guarded(run, "Weights & Biases"))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from dapo_jax.monitor.lock import locked
 from dapo_jax.monitor.log import close_logging, log_failure, setup_logging
 from dapo_jax.monitor.mirror import KIND, mirrored
 from dapo_jax.places import copy_of, is_address
+
+
+def run_name(workdir: Path) -> str:
+    """The name of a run: its folder's, for one of a sweep after its arm's: base/seed_0."""
+    return "/".join(workdir.absolute().parts[-2 if re.fullmatch(r"seed_\d+", workdir.name) else -1 :])
 
 
 @dataclass(frozen=True)

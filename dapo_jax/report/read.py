@@ -11,6 +11,7 @@ from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.recipe import Recipe, recorded_recipe
 from dapo_jax.monitor.records import METRICS, flatten, read_metrics, recorded_config, sample_files
+from dapo_jax.monitor.workdir import run_name
 
 _LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
 _DESCRIPTION = re.compile(r"(devices|data): | problems to train on, \d+ to evaluate on$")  # the latter as it once was
@@ -73,7 +74,7 @@ def read_run(name: str, workdir: str) -> RunFiles:
         raise InputError(f"{workdir} has no config.json and no {METRICS}: give the workdir of a run")
     description, last_line, error, warnings = _read_log(folder / LOG)
     return RunFiles(
-        name=name or "/".join(folder.absolute().parts[-2 if re.fullmatch(r"seed_\d+", folder.name) else -1 :]),
+        name=name or run_name(folder),
         folder=folder,
         config=config,
         recipe=recorded_recipe(folder),

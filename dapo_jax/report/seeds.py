@@ -123,6 +123,5 @@ def compared(columns: Sequence[RunFiles]) -> list[dict[str, str]]:
 
 def _measures(run: RunFiles) -> dict[str, float]:
     held_out = points(run.rows, None, "steps")[1] or [math.nan]
-    sums = {"tokens": "dynamic_sampling/generated_tokens", "seconds": "timing_s/step"}
-    ends = {"before": held_out[0], "after": held_out[-1]}
-    return ends | {name: total(run.rows, metric) for name, metric in sums.items()}
+    tokens, seconds = (total(run.rows, metric) for metric in ("dynamic_sampling/generated_tokens", "timing_s/step"))
+    return {"before": held_out[0], "after": held_out[-1], "tokens": tokens, "seconds": seconds}

@@ -54,13 +54,10 @@ class Planned(NamedTuple):
 
 
 def planned_runs(arms: Sequence[str], seeds: Sequence[int], options: Sequence[str], output: Path) -> list[Planned]:
-    """The runs, arm by arm, all checked.
+    """The runs, arm by arm. InputError if an arm or its options are wrong, or a folder holds a run of other options.
 
     Args:
         options: of all arms, as for `dapo-jax train`; those of an arm override them.
-
-    Raises:
-        InputError: the form, the name or an option of an arm is wrong, or a folder holds a run of other options.
     """
     found, earlier = [], set()
     for arm in arms:
@@ -116,7 +113,7 @@ def sweep(runs: Sequence[Planned], output: Path) -> None:
     again = "rerun the same command to go on with this run; finished ones are passed over"
     for number, (arm, options, config) in enumerate(runs, start=1):
         workdir, start, run = Path(config.workdir), time.monotonic(), f"{arm}, seed {config.seed}"
-        if not is_finished(workdir):
+        if not (workdir / FINISHED).exists():
             say(f"{number} of {len(runs)}: {run}: in {workdir}")
             if code := run_training(options, workdir, config.seed):
                 log = workdir / "train.log"
@@ -162,11 +159,6 @@ def run_training(
     if heard:
         raise KeyboardInterrupt
     return code
-
-
-def is_finished(workdir: Path) -> bool:
-    """Whether the run of this workdir has ended."""
-    return (workdir / FINISHED).exists()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -32,13 +32,12 @@ from typing import Any
 
 from ablations import NO_FILTER, Comparison
 from comparison_report import report
-from finished_runs import check_nothing_is_lost, finished_runs, mark_finished, reported_runs
+from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
 from run_ablation import command_of, command_options, folder_of, train
 
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.monitor.environment import host
 from dapo_jax.settings import learning_rate_of
-from dapo_jax.tools.sweep import is_finished
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 

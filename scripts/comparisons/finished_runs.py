@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.tools.sweep import FINISHED, is_finished
+from dapo_jax.tools.sweep import FINISHED
 
 KEPT = (  # of metrics.jsonl; with the accuracies on task sets
     "step",
@@ -60,6 +60,11 @@ def mark_finished(workdir: Path, exit_code: int = 0) -> None:
     described = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
     commit = subprocess.run(described, capture_output=True, text=True).stdout.strip()
     (workdir / FINISHED).write_text(json.dumps({"commit": commit, "exit_code": exit_code}))
+
+
+def is_finished(workdir: Path) -> bool:
+    """Whether the run of this workdir has ended."""
+    return (workdir / FINISHED).exists()
 
 
 def finished_runs(

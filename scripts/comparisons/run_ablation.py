@@ -27,12 +27,12 @@ from pathlib import Path
 
 from ablations import COMPARISONS, Comparison
 from comparison_report import report
-from finished_runs import check_nothing_is_lost, finished_runs, mark_finished, reported_runs
+from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
 
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.config.values import default_config, freeze
 from dapo_jax.monitor.records import flatten, read_metrics
-from dapo_jax.tools.sweep import is_finished, run_training
+from dapo_jax.tools.sweep import run_training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 

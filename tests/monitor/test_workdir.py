@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.monitor.workdir import open_workdir
+from dapo_jax.monitor.workdir import open_workdir, run_name
 
 
 def open_and_close(workdir, **options):
@@ -19,6 +19,7 @@ def test_one_process_cannot_open_it_twice_but_again(tmp_path):
             open_and_close(tmp_path)
         open_and_close(tmp_path, process=1)  # another process of the same run
     open_and_close(tmp_path)
+    assert [run_name(Path(folder)) for folder in ("runs/ten", "runs/arm/seed_10")] == ["ten", "arm/seed_10"]
 
 
 def test_the_traceback_of_a_failure_is_in_the_log_and_not_on_the_console(tmp_path, capsys):
