@@ -15,7 +15,7 @@ from dapo_jax.monitor.workdir import run_name
 
 _LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
 _DESCRIPTION = re.compile(r"(devices|data): | problems to train on, \d+ to evaluate on$")  # the latter as it once was
-SWEEP = "sweep.json"  # file in the folder of several runs: {"runs": their folders in it}
+SWEEP = "sweep.txt"  # file in the folder of several runs: the folder of each, a line each
 SOLVED = "the data is solved: "
 _IN_REPORT = re.compile(r"alarm at step \d+: ")  # messages that the report shows elsewhere
 _ERRORS = ("ERROR", "CRITICAL")
@@ -55,8 +55,9 @@ class RunFiles:
 def runs_of(name: str, workdir: str) -> list[tuple[str, str]]:
     """Name and workdir of each run of a sweep that has begun; of anything else, as they are."""
     folder = Path(workdir).expanduser()
-    planned = json.loads((folder / SWEEP).read_bytes())["runs"] if (folder / SWEEP).exists() else []
-    return [(run, str(folder / run)) for run in planned if (folder / run / METRICS).exists()] or [(name, workdir)]
+    text = (folder / SWEEP).read_text(encoding="utf-8", errors="replace") if (folder / SWEEP).exists() else ""
+    begun = [run for run in text.splitlines() if (folder / run / METRICS).exists()]
+    return [(run, str(folder / run)) for run in begun] or [(name, workdir)]
 
 
 def read_run(name: str, workdir: str) -> RunFiles:

@@ -14,7 +14,6 @@ if __name__ == "__main__":  # the imports below take seconds
 
 import argparse
 import dataclasses
-import json
 import re
 import signal
 import subprocess
@@ -109,7 +108,7 @@ def sweep(runs: Sequence[Planned], output: Path) -> None:
     """Trains the runs that have not finished, then compares all. RuntimeError if one fails, or is stopped."""
     output.mkdir(parents=True, exist_ok=True)
     folders = [str(Path(run.config.workdir).relative_to(output)) for run in runs]
-    (output / SWEEP).write_text(json.dumps({"runs": folders}) + "\n", encoding="utf-8")
+    (output / SWEEP).write_text("\n".join(folders) + "\n", encoding="utf-8")
     again = "rerun the same command to go on with this run; finished ones are passed over"
     for number, (arm, options, config) in enumerate(runs, start=1):
         workdir, start, run = Path(config.workdir), time.monotonic(), f"{arm}, seed {config.seed}"
