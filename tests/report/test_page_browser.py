@@ -36,12 +36,13 @@ LEAST_CONTRAST = """() => {
 }"""
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["one run", "three runs"])
+@pytest.fixture(scope="module", params=[1, 4], ids=["one run", "two seeds of two settings"])
 def address(request, tmp_path_factory):
     texts = [sample("held_out", response=HOSTILE) | {"task": LONG}, sample(prompt=LONG, response=LONG, acc=0.0)]
     options = {"data.val_files": (f"/data/{LONG}.parquet",)}
     folders = [tmp_path_factory.mktemp("run") for _ in range(request.param)]
-    for folder in folders:
+    for number, folder in enumerate(folders):
+        options |= {"seed": number // 2, "rollout.n": 8 + number % 2}
         write_run(folder, samples={0: texts[:1], 1: texts, 4: texts}, options=options, log=f"[1] WARNING: {LONG}")
     return report([("", str(folder)) for folder in folders], folders[0] / "page.html").as_uri()
 
