@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dapo_jax.interface.algorithms import policy_loss as policy_loss
     from dapo_jax.interface.configs import load_config as load_config
     from dapo_jax.interface.policy import Policy as Policy
-    from dapo_jax.interface.policy import Samples as Samples
+    from dapo_jax.interface.samples import Samples as Samples
     from dapo_jax.interface.training import TrainResult as TrainResult
     from dapo_jax.interface.training import train as train
     from dapo_jax.tools.plot import live_curves as live_curves
@@ -30,7 +30,7 @@ _MODULES = {  # name: its module
     "TrainResult": "interface.training",
     "live_curves": "tools.plot",
     "Policy": "interface.policy",
-    "Samples": "interface.policy",
+    "Samples": "interface.samples",
     "keep_groups": "interface.algorithms",
     "group_advantages": "interface.algorithms",
     "policy_loss": "interface.algorithms",

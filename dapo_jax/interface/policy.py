@@ -23,6 +23,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.interface.estimates import comparing_groups, given_advantages
+from dapo_jax.interface.samples import Prompt, Samples
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
 from dapo_jax.learner.choices import trained
 from dapo_jax.learner.learner import update
@@ -35,51 +36,6 @@ from dapo_jax.rollout.sampler import verified_groups
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import build_learner, open_sampler
 from dapo_jax.settings import updates_of_step
-
-Prompt = str | Sequence[dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Samples:
-    """G responses of at most R tokens to each of Q prompts. All arrays are NumPy's."""
-
-    prompts: list[Prompt]  # [Q], as they were given
-    experience: Experience = dataclasses.field(repr=False)  # all that the package knows of them
-    temperature: float  # of the distribution that the tokens were drawn from
-
-    @property
-    def texts(self) -> list[list[str]]:
-        """[Q][G] decoded responses."""
-        return self.experience.texts
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """[Q, G, R] int32 token ids, padded on the right."""
-        return self.experience.responses
-
-    @property
-    def mask(self) -> np.ndarray:
-        """[Q, G, R] bool, True on the tokens of a response, its end-of-sequence token included."""
-        return self.experience.mask
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        """[Q, G, R] float32 log-probabilities of the tokens when they were sampled; 0 on padding."""
-        return self.experience.logprobs
-
-    @property
-    def finished(self) -> np.ndarray:
-        """[Q, G] bool, False where the length limit cut a response off."""
-        return self.experience.finished
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def select(self, groups: Any) -> "Samples":
-        """The groups at these indices, or where a mask [Q] is True."""
-        given = np.asarray(groups)
-        chosen = np.flatnonzero(given) if given.dtype == bool else given.astype(int)
-        return Samples([self.prompts[index] for index in chosen], self.experience.select(chosen), self.temperature)
 
 
 class Policy:
