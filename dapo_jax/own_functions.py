@@ -13,6 +13,11 @@ from typing import Any
 from dapo_jax.errors import InputError
 
 
+def is_own(name: str) -> bool:
+    """Whether a name is a path of your own, FILE.py:NAME or package.module.NAME, and none of this package's names."""
+    return "." in name
+
+
 def file_and_function(name: str) -> tuple[Path, str] | None:
     """The two parts of FILE.py:function; None for a name of another form."""
     file, _, function = name.rpartition(":")

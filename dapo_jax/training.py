@@ -35,10 +35,11 @@ from dapo_jax.monitor.own_files import keep_files
 from dapo_jax.monitor.recipe import write_recipe
 from dapo_jax.monitor.records import OnStep, RunRecords, unheard, write_config
 from dapo_jax.monitor.statistics import time_metrics
-from dapo_jax.monitor.trackers import is_own, own_tracker
+from dapo_jax.monitor.trackers import own_tracker
 from dapo_jax.monitor.weights_and_biases import check_installed
 from dapo_jax.monitor.workdir import Workdir, open_workdir
 from dapo_jax.other_runs import pinned
+from dapo_jax.own_functions import is_own
 from dapo_jax.parallel.processes import LastingFailure, SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.problems import TaskSet

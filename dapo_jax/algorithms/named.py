@@ -15,14 +15,9 @@ from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.ratios import TokenLoss
 from dapo_jax.data.containers import Mean
 from dapo_jax.errors import InputError
-from dapo_jax.own_functions import load_named
+from dapo_jax.own_functions import is_own, load_named
 
 LOSS, ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
-
-
-def is_own(name: str) -> bool:
-    """Whether a loss or an estimator is a function of your own: FILE.py:function or package.module.function."""
-    return "." in name
 
 
 @functools.cache  # loaded once, so that a run goes on with what it has begun with; `reload` is for the next one

@@ -12,7 +12,7 @@ from typing import Any
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
-from dapo_jax.algorithms.named import ESTIMATOR, LOSS, is_own, named_estimator, named_loss
+from dapo_jax.algorithms.named import ESTIMATOR, LOSS, named_estimator, named_loss
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
 from dapo_jax.algorithms.token_selection import SELECTIONS
@@ -21,7 +21,7 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.learner.choices import trained
-from dapo_jax.monitor import trackers
+from dapo_jax.own_functions import is_own
 from dapo_jax.problems import NO_FUNCTIONS, TaskOptions, given_function, held_out_options, parse_tasks
 from dapo_jax.rewards.weighted import functions_of
 
@@ -279,7 +279,7 @@ USES = (
     _use(
         "trainer.project_name|experiment_name",
         "'wandb' or FILE.py:Class in trainer.logger",
-        lambda config: any(name == "wandb" or trackers.is_own(name) for name in config.trainer.logger),
+        lambda config: any(name == "wandb" or is_own(name) for name in config.trainer.logger),
     ),
     _with("trainer.rollout_devices", "trainer.rollout_ahead", 1),
     _with("trainer.stop_patience_s", "trainer.rollout_ahead", 0),

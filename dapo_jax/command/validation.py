@@ -12,7 +12,7 @@ from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.cpo import CPO_METHODS
-from dapo_jax.algorithms.named import ESTIMATOR, LOSS, is_own, own_problem, reload
+from dapo_jax.algorithms.named import ESTIMATOR, LOSS, own_problem, reload
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
 from dapo_jax.command.algorithm_rules import algorithm_problems
 from dapo_jax.command.judge_rules import judge_problems
@@ -34,8 +34,9 @@ from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
 from dapo_jax.learner.choices import trained
 from dapo_jax.models.lora import ALL_LINEAR, TARGETS
 from dapo_jax.models.remat import POLICIES
-from dapo_jax.monitor import console, trackers
+from dapo_jax.monitor import console
 from dapo_jax.monitor.records import TRACKERS
+from dapo_jax.own_functions import is_own
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.places import address_problem, is_address
 from dapo_jax.problems import given_function, parse_tasks
@@ -153,7 +154,7 @@ def _trainer_problems(config: Config) -> Iterator[str]:
         of = f"1..{last}" if last > 0 else "1 and more"
         yield f"trainer.profile_steps={profiled} must be training steps, of {of}: such as (2,3)"
     logger = trainer.logger
-    if not {*filterfalse(trackers.is_own, logger)} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
+    if not {*filterfalse(is_own, logger)} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
         yield f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)} or FILE.py:Class, each once"
     if "console" not in logger and config.monitor.console not in ("steps", "quiet"):
         yield f"monitor.console={config.monitor.console} needs 'console' in trainer.logger={logger}: add it"

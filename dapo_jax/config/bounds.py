@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+from dapo_jax.own_functions import is_own
+
 Number = TypeVar("Number")
 
 
@@ -25,7 +27,7 @@ class Bound:
 def one_of(*choices: str, or_own: bool = False) -> Bound:
     """Text that is one of `choices`, or with `or_own` the path of a function of your own."""
     rule = f"one of {', '.join(choices)}{', or FILE.py:function' * or_own}"
-    return Bound(lambda value: value in choices or (or_own and "." in value), rule, choices)
+    return Bound(lambda value: value in choices or (or_own and is_own(value)), rule, choices)
 
 
 def at_most(limit: float) -> Bound:

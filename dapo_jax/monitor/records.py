@@ -17,9 +17,10 @@ from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import recorded_version
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.tensorboard import TensorBoard, event_folder
-from dapo_jax.monitor.trackers import Guarded, Tracker, is_own, start_own
+from dapo_jax.monitor.trackers import Guarded, Tracker, start_own
 from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
 from dapo_jax.monitor.workdir import run_name
+from dapo_jax.own_functions import is_own
 from dapo_jax.places import place_of
 
 TRACKERS = ("tensorboard", "wandb")

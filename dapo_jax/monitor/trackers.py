@@ -78,11 +78,6 @@ class Guarded:
             self._failed = True
 
 
-def is_own(name: str) -> bool:
-    """Whether an entry of trainer.logger is the path of a class: package.module.Class or FILE.py:Class."""
-    return "." in name
-
-
 def own_tracker(name: str) -> Callable[..., Tracker]:
     """The class of a tracker of your own. InputError if there is none."""
     file, separator, class_name = name.rpartition(":")
