@@ -82,8 +82,11 @@ def _fits(config: Config, arch: Architecture, mesh: Mesh) -> bool:
     if any(mini_batch_size(config, name) * config.rollout.n < num_batch_shards(mesh) for name in trained(config)):
         return False
     usable = limits_of(mesh.devices.flat[0]).usable_memory(platform(mesh), config.trainer.gpu_memory_fraction)
-    if usable is None:
-        return True
+    return usable is None or fits_memory(config, arch, mesh, usable)
+
+
+def fits_memory(config: Config, arch: Architecture, mesh: Mesh, usable: float) -> bool:
+    """Whether training fits so many bytes of each device, by an estimate."""
     stores_scores = chosen_attention(config, arch, mesh)[0] == "xla"
     return training_bytes(config, arch, mesh, stores_scores=stores_scores) <= FILLED * usable
 

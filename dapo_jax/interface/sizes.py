@@ -19,7 +19,7 @@ from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import say
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
-from dapo_jax.meshes import FILLED, make_meshes
+from dapo_jax.meshes import fits_memory, make_meshes
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import context_length
 from dapo_jax.models.weights import weight_table
@@ -30,15 +30,14 @@ from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible
 from dapo_jax.places import is_address
 from dapo_jax.problems import read_problems
-from dapo_jax.settings import chosen_attention
-from dapo_jax.training_memory import training_bytes
 
 LONGEST_PROMPT = 2048  # tokens; longer prompts are left out
 PROMPTS, RESPONSE, AT_ONCE = (16, 64), (128, 1024), (16, 64)  # on CPUs, on accelerators: per step, tokens, per pass
+MICRO_BATCH = "actor.ppo_micro_batch_size_per_device"
 SIZES = (
     *("mesh.fsdp", "rollout.n", "data.train_batch_size", "actor.ppo_mini_batch_size"),
     *("data.max_prompt_length", "data.filter_overlong_prompts", "data.max_response_length"),
-    "actor.ppo_micro_batch_size_per_device",
+    MICRO_BATCH,
 )
 
 
@@ -75,7 +74,7 @@ def with_sizes(config: Config, given: Mapping[str, Any]) -> Config:
     arch, tokenizer = read_model(downloaded)
     found = {**_batch_sizes(config, arch, given), **_lengths(downloaded, tokenizer, given)}
     sized = with_values(config, {key: value for key, value in found.items() if key not in given})
-    found[SIZES[-1]] = _micro_batch_size(sized, arch)
+    found[MICRO_BATCH] = _micro_batch_size(sized, arch)
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     return _told(config, found, given, f"sizes for {devices}, of which any can be given")
 
@@ -95,7 +94,12 @@ def _batch_sizes(config: Config, arch: Architecture, given: Mapping[str, Any]) -
     n = given.get("rollout.n", 8)
     prompts = given.get("data.train_batch_size", max(_of_platform(PROMPTS), 2 * devices))
     mini = prompts // 4 if prompts % 4 == 0 and prompts // 4 * n >= devices else prompts
-    return dict(zip(SIZES, (fsdp, n, prompts, mini), strict=False))
+    return {
+        "mesh.fsdp": fsdp,
+        "rollout.n": n,
+        "data.train_batch_size": prompts,
+        "actor.ppo_mini_batch_size": mini,
+    }
 
 
 def _lengths(config: Config, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +108,11 @@ def _lengths(config: Config, tokenizer: Tokenizer, given: Mapping[str, Any]) -> 
     prompt = longest if "data.max_prompt_length" in given else min(bucket(longest), LONGEST_PROMPT)
     context = context_length(model_at(first_model(config), weights=False)) or prompt + _of_platform(RESPONSE)
     response = max(min(_of_platform(RESPONSE), context - prompt), 1)
-    return dict(zip(SIZES[4:], (prompt, longest > prompt, response), strict=False))
+    return {
+        "data.max_prompt_length": prompt,
+        "data.filter_overlong_prompts": longest > prompt,
+        "data.max_response_length": response,
+    }
 
 
 def _longest_prompt(config: Config, tokenizer: Tokenizer) -> int:
@@ -121,12 +129,10 @@ def _longest_prompt(config: Config, tokenizer: Tokenizer) -> int:
 def _micro_batch_size(config: Config, arch: Architecture) -> int:
     """The largest power of two, up to a device's share of a mini-batch, that fits its memory by the estimate."""
     mesh = make_meshes(config, arch).training
-    stores_scores, free = chosen_attention(config, arch, mesh)[0] == "xla", FILLED * free_bytes(mesh)
-    rows = config.actor.ppo_mini_batch_size * config.rollout.n // mesh.size
+    free, rows = free_bytes(mesh), config.actor.ppo_mini_batch_size * config.rollout.n // mesh.size
     size = 1
     while 2 * size <= min(rows, _of_platform(AT_ONCE)):
-        larger = with_values(config, {SIZES[-1]: 2 * size})
-        if training_bytes(larger, arch, mesh, stores_scores=stores_scores) > free:
+        if not fits_memory(with_values(config, {MICRO_BATCH: 2 * size}), arch, mesh, free):
             break
         size *= 2
     return size
