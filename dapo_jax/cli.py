@@ -23,7 +23,7 @@ COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
     "export": ("dapo_jax.export", "write a checkpoint as a Hugging Face model directory"),
     "preflight": ("dapo_jax.preflight.__main__", "compile a step for hardware you do not have: memory, costs, advice"),
     "configs": ("dapo_jax.tools.configs", "list the recipes and the launchers, or print one"),
-    "data": ("dapo_jax.tools.data", "write gsm8k, dapo-math-17k or aime-2024 as prompt files"),
+    "data": ("dapo_jax.tools.data", "write gsm8k, dapo-math-17k, aime-2024 or sums as prompt files"),
     "report": ("dapo_jax.report.__main__", "explain a run, or several side by side, in one HTML page"),
     "plot": ("dapo_jax.tools.plot", "draw the curves of runs into one picture"),
     "monitor": ("dapo_jax.tools.monitor", "how the group filter of a run is doing"),

@@ -80,7 +80,7 @@ def _whole_run(report: Mapping[str, Any]) -> list[str]:
         shares = f"{100 * REACHED[0]:.0f} % of the bound of decoding, {100 * REACHED[1]:.0f} % of the others"
         line += f"; about {hours(*REACHED)} at what one H100 has reached ({shares})"
     counted = [f"with {evaluations} evaluations"] * bool(responses)
-    counted += [f"without evaluations on {' and '.join(unknown)}, which is not read here"] * bool(unknown)
+    counted += [f"without evaluations on {' and '.join(unknown)}, whose problems are not counted here"] * bool(unknown)
     return ["", "; ".join([line, *counted]) + "; checkpoints are written meanwhile."]
 
 
