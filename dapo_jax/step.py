@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.config.derived import gen_batch_size, prompts_at_once, segment_steps
+from dapo_jax.config.derived import gen_batch_size, segment_steps
 from dapo_jax.config.sections import Config
 from dapo_jax.data.collected import Collected
 from dapo_jax.data.experience import Experience
@@ -77,10 +77,10 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     config, groups, settings = run.config, run.config.algorithm.filter_groups, run.config.rollout
     problems, mesh, prompts = run.problems, run.sampler.mesh, run.problems.train_set
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
-    shown = RoundsShown(run.monitor.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
     source = PromptSource.of(problems.order, groups.skip_uniform, config.data.curriculum, seed=config.seed)
-    sizes = {"target": config.data.train_batch_size, "gen_batch_size": gen_batch_size(config), "step": step}
-    limits: dict[str, Any] = {**sizes, "max_error_share": config.reward.max_error_share}
+    sizes = {"target": config.data.train_batch_size, "gen_batch_size": gen_batch_size(config)}
+    shown = RoundsShown(run.monitor.console, **sizes, carried=len(stream.carried or ()))
+    limits: dict[str, Any] = {**sizes, "step": step, "max_error_share": config.reward.max_error_share}
 
     def judge(experience: Experience) -> Round:
         """Turns verdicts into rewards, and marks the groups to keep."""
@@ -91,12 +91,12 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
             experience = penalize_kl(run.learner, experience, kl_coef)
         with run.monitor.stage("filter"):
             round_ = filter_groups(experience, groups, mesh)
-        shown.end(int(round_.keep.sum()))
+        shown.end(len(round_.keep), int(round_.keep.sum()))
         return dataclasses.replace(round_, lowest=lowest)
 
     def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
         """Samples the prompts with these numbers. The result waits for the verdicts and marks the groups to keep."""
-        shown.begin()
+        shown.begin(len(numbers))
         rows = [problems.order.row(number) for number in numbers]
         verified = samples.sample(rows, numbers, run.rewards.verify(prompts, rows, settings.n))
         return lambda: judge(verified())
@@ -116,12 +116,11 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
             num_samples=settings.n,
             purpose=TRAIN,
             sampling=sampling,
-            num_prompts=expected_prompts(stream, groups, **sizes),
+            num_prompts=expected_prompts(stream, groups, **sizes, step=step),
             version=version,
         ) as samples,
     ):
-        overlaps, most = samples.overlaps, prompts_at_once(config)
-        accepted = accumulate_groups(sample_round, stream, source, groups, max_wave=most, overlaps=overlaps, **limits)
+        accepted = accumulate_groups(sample_round, stream, source, groups, **limits)
     return accepted.with_given_up(samples.given_up)
 
 

@@ -140,9 +140,9 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
     # A step that trains on carried groups alone has sampled nothing, and has no rates.
     rates = {"train/filter_rate": float(np.mean(~keep)), "train/mean_metric_std": float(std.mean())} if rounds else {}
     return rates | {
-        "train/num_gen_batches": len(rounds),
+        "train/num_gen_batches": accepted.num_rounds,
         "train/num_kept_prompts": kept,
-        "dynamic_sampling/num_gen_batches": len(rounds),
+        "dynamic_sampling/num_gen_batches": accepted.num_rounds,
         "dynamic_sampling/num_accumulated_prompts": accepted.carried_in + kept,
         "dynamic_sampling/target_prompt_num": accepted.target,
         "dynamic_sampling/num_evaluated_prompts": len(keep),

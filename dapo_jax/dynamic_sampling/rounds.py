@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -120,29 +121,17 @@ def updated_lowest(
     return {**lowest, **{name: float(value) for name, value in found.items() if np.isfinite(value)}}
 
 
-def log_newest(
-    rounds: Sequence[Verdicts],
-    options: FilterGroupsConfig,
-    *,
-    step: int,
-    num_accumulated: int,
-    target: int,
-    last: bool,
-) -> None:
-    """Logs the last of the rounds of a step; the numbers are as in `filter_log.log_round`."""
-    newest = rounds[-1]
+def log_round(round_: Sequence[Verdicts], options: FilterGroupsConfig, **about: Any) -> None:
+    """Logs a round that was judged in parts; `about` are the other numbers of `filter_log.log_round`."""
+    keep = np.concatenate([part.keep for part in round_])
     filter_log.log_round(
-        step=step,
-        round_number=len(rounds),
-        num_prompts=len(newest.keep),
-        num_samples=newest.outcomes.lengths.shape[1],
+        num_prompts=len(keep),
+        num_samples=round_[0].outcomes.lengths.shape[1],
         metric=options.metric,
         words=filter_log.rule_words(options),
-        num_kept=int(newest.keep.sum()),
-        mean_std=float(newest.metric_std.mean()),
-        num_accumulated=num_accumulated,
-        target=target,
-        last=last,
+        num_kept=int(keep.sum()),
+        mean_std=float(np.concatenate([part.metric_std for part in round_]).mean()),
+        **about,
     )
 
 

@@ -1,6 +1,7 @@
 """Host: how many prompts a training step samples next, and when it stops: pure functions of what is known so far."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,41 +17,6 @@ def fixed_limit(options: FilterGroupsConfig) -> float:
     return options.max_num_gen_batches if options.max_num_gen_batches > 0 else math.inf
 
 
-def adaptive_limit(
-    options: FilterGroupsConfig,
-    *,
-    before: float | None,
-    evaluated: int,
-    kept: int,
-    missing: int,
-    gen_batch_size: int,
-    keep_rate: float,
-) -> float:
-    """Rounds that a step may have, from the share of groups that it has kept so far.
-
-    After `adaptive_limit.min_rounds` rounds it is int(missing / (gen_batch_size * rate) + slack), where `missing`
-    groups had to be found when the step began and the rate is (kept + 0.5) / (evaluated + 1). Later rounds can only
-    lower it, to the same formula with the lower end of Wilson's interval (Z standard deviations) as the rate, so that
-    chance alone does not. While no group has been kept, it is at most the rounds in which a tenth of the running
-    `keep_rate` would have shown one in 999 of 1000 cases, plus slack.
-
-    A limit that followed the rate up and down would recede as fast as rounds without kept groups come.
-
-    Args:
-        before: the limit after the previous round; None = this round is the first that sets it.
-        keep_rate: of earlier steps.
-    """
-    bounds = []  # on the rounds needed
-    if kept == 0:
-        bounds.append(10 * math.log(1000) / (gen_batch_size * max(keep_rate, MIN_KEEP_RATE)))
-    if before is None:
-        before = fixed_limit(options)
-        bounds.append(missing * (evaluated + 1) / (gen_batch_size * (kept + 0.5)))
-    elif kept:
-        bounds.append(missing / (gen_batch_size * _lower_end(kept, evaluated)))
-    return min(before, int(min(bounds) + options.adaptive_limit.slack))
-
-
 def _lower_end(kept: int, evaluated: int) -> float:
     """Of Wilson's interval for the share of which `kept` of `evaluated` is a sample (Wilson, 1927)."""
     share, spread = kept / evaluated, Z**2 / evaluated
@@ -58,9 +24,90 @@ def _lower_end(kept: int, evaluated: int) -> float:
     return (middle - math.sqrt(spread * share * (1 - share) + spread**2 / 4)) / (1 + spread)
 
 
-def expected_rounds(missing: int, *, gen_batch_size: int, keep_rate: float) -> int:
-    """Rounds that find `missing` groups if each prompt is kept at the running `keep_rate`."""
-    return math.ceil(missing / (gen_batch_size * max(keep_rate, MIN_KEEP_RATE)))
+@dataclass(frozen=True)
+class Plan:
+    """What a step samples next; fixed when it begins, but for what it has found so far."""
+
+    options: FilterGroupsConfig
+    target: int  # groups per training step
+    gen_batch_size: int  # prompts per round
+    carried: int  # groups of earlier steps that this one will use
+    keep_rate: float  # of earlier steps
+
+    @property
+    def streams(self) -> bool:
+        """Whether prompts are one queue instead of rounds; without a filter one round is enough."""
+        return self.options.enable and self.options.backfill == "stream"
+
+    @property
+    def missing(self) -> int:
+        """Groups to find."""
+        return self.target - self.carried
+
+    @property
+    def expected_rounds(self) -> int:
+        """Rounds that find the missing groups at the running keep rate."""
+        return math.ceil(self.missing / (self.gen_batch_size * max(self.keep_rate, MIN_KEEP_RATE)))
+
+    @property
+    def expected_prompts(self) -> int:
+        """Prompts that are expected to be under way at once."""
+        if not self.streams:
+            return self.gen_batch_size
+        queued = queued_prompts(self.options.stream.slack * self.missing, keep_rate=self.keep_rate)
+        return max(math.ceil(min(queued, fixed_limit(self.options) * self.gen_batch_size)), 1)
+
+    def certain(self, kept: int) -> bool:
+        """Whether nothing under way can change the batch or the next step; `kept` groups were found."""
+        return self.streams and self.options.leftover == "requeue" and kept >= self.missing
+
+    def wanted(self, *, kept: int, evaluated: int, dispatched: int, limit: float) -> int:
+        """Prompts to begin next, 0 if those under way are expected to be enough or the limit is reached.
+
+        In a stream they are a block, which is judged together; no block is part of two rounds.
+
+        Args:
+            kept, evaluated: groups found and judged in this step.
+            dispatched: prompts begun in this step.
+            limit: rounds allowed.
+        """
+        missing, under_way = self.missing - kept, dispatched - evaluated
+        if missing <= 0 or dispatched >= limit * self.gen_batch_size:
+            return 0
+        if not self.streams:
+            return 0 if under_way else self.gen_batch_size
+        weight = 0.5 * self.target  # of earlier steps' rate, beside this step's groups
+        rate = (self.keep_rate * weight + kept) / (weight + evaluated)
+        if queued_prompts(self.options.stream.slack * missing, keep_rate=rate) <= under_way:
+            return 0
+        return min(block_size(self.target), self.gen_batch_size - dispatched % self.gen_batch_size)
+
+    def adapted_limit(self, before: float | None, *, kept: int, evaluated: int) -> float | None:
+        """Rounds that a step may have, from the share of groups that it has kept so far; None = not adapted (yet).
+
+        After `adaptive_limit.min_rounds` rounds it is int(missing / (gen_batch_size * rate) + slack) with the rate
+        (kept + 0.5) / (evaluated + 1). Later rounds can only lower it, to the same formula with the lower end of
+        Wilson's interval (Z standard deviations) as the rate, so that chance alone does not. While no group has been
+        kept, it is at most the rounds in which a tenth of the running `keep_rate` would have shown one in 999 of 1000
+        cases, plus slack.
+
+        A limit that followed the rate up and down would recede as fast as rounds without kept groups come.
+
+        Args:
+            before: what this returned last; None at first.
+            kept, evaluated: groups found and judged in this step.
+        """
+        adaptive, bounds = self.options.adaptive_limit, []  # on the rounds needed
+        if not adaptive.enable or evaluated < adaptive.min_rounds * self.gen_batch_size:
+            return before
+        if kept == 0:
+            bounds.append(10 * math.log(1000) / (self.gen_batch_size * max(self.keep_rate, MIN_KEEP_RATE)))
+        if before is None:
+            before = fixed_limit(self.options)
+            bounds.append(self.missing * (evaluated + 1) / (self.gen_batch_size * (kept + 0.5)))
+        elif kept:
+            bounds.append(self.missing / (self.gen_batch_size * _lower_end(kept, evaluated)))
+        return min(before, int(min(bounds) + adaptive.slack))
 
 
 def running_keep_rate(before: float, kept: np.ndarray, options: FilterGroupsConfig) -> float:
@@ -86,30 +133,3 @@ def queued_prompts(missing: float, *, keep_rate: float) -> float:
 def block_size(target: int) -> int:
     """Prompts of a queue that are judged together: few, so that the first verdicts come early."""
     return max(target // 8, 1)
-
-
-def wave_prompts(missing: float, *, in_flight: int, keep_rate: float, max_prompts: int, target: int) -> int:
-    """Prompts to dispatch now, 0 if those in flight are expected to be enough.
-
-    A wave has the largest of a few sizes that is not more than needed, so that few shapes are compiled; the next wave
-    samples the rest with a better estimate. A need below the smallest size waits for verdicts.
-
-    Args:
-        missing: kept groups to aim at.
-        max_prompts: of a wave.
-    """
-    needed = (missing - in_flight * keep_rate) / max(keep_rate, MIN_KEEP_RATE)
-    smallest, *larger = wave_sizes(max_prompts, target)
-    if missing <= 0 or needed <= 0 or (in_flight and needed < smallest):
-        return 0
-    return max([smallest, *(size for size in larger if size <= needed)])
-
-
-def wave_sizes(max_prompts: int, target: int) -> list[int]:
-    """The sizes that a wave may have, ascending: max_prompts, 3/4 of it, and halves down to an eighth of it or half
-    the target, whichever is less."""
-    sizes, size = {max_prompts, max(max_prompts * 3 // 4, 1)}, max_prompts
-    while size > max(min(max_prompts // 8, target // 2), 1):
-        size //= 2
-        sizes.add(size)
-    return sorted(sizes)

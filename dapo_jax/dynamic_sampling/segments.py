@@ -17,7 +17,7 @@ from dapo_jax.data.experience import Experience, join, total_failure
 from dapo_jax.data.work import total_work
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
-from dapo_jax.dynamic_sampling.rounds import Round, log_newest, updated_history, updated_lowest
+from dapo_jax.dynamic_sampling.rounds import Round, log_round, updated_history, updated_lowest
 from dapo_jax.dynamic_sampling.schedule import MIN_KEEP_RATE, fixed_limit, running_keep_rate
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
@@ -99,8 +99,10 @@ def accumulate_segments(
             keep_rate = running_keep_rate(keep_rate, judged.keep, options)
             kept = join([carried, judged.experience.select(np.flatnonzero(judged.keep))])
     num_kept, accepted, left = len(kept or ()), kept, None
+    num_rounds = math.ceil(sum(len(round_.keep) for round_ in rounds) / gen_batch_size)
     if rounds:
-        log_newest(rounds, options, step=step, num_accumulated=num_kept, target=target, last=True)
+        about = {"step": step, "round_number": num_rounds, "num_accumulated": num_kept, "target": target}
+        log_round(rounds, options, **about, last=True)
         failure = total_failure([round_.outcomes for round_ in rounds], f"step {step}", max_error_share)
         if failure and len(rounds[0].keep) >= target:  # of few groups, it may be chance
             raise SharedFailure(failure)
@@ -113,6 +115,7 @@ def accumulate_segments(
     return Accepted(
         experience=accepted,
         rounds=rounds,
+        num_rounds=num_rounds,
         limit=limit,
         outcome=outcome,
         target=target,

@@ -189,23 +189,32 @@ class Console:
 
 
 class RoundsShown:
-    """Shows on the console how many rounds a step has sampled and how many groups it has kept."""
+    """Shows on the console which round of prompts a step judges and how many groups it has kept.
 
-    def __init__(self, console: Console, *, target: int, carried: int) -> None:
-        self._console, self._target, self._kept, self._rounds = console, target, carried, 0
+    Args:
+        target: groups per training step.
+        gen_batch_size: prompts per round.
+        carried: groups of earlier steps.
+    """
 
-    def begin(self) -> None:
-        """A round begins."""
-        self._rounds += 1
+    def __init__(self, console: Console, *, target: int, gen_batch_size: int, carried: int) -> None:
+        self._console, self._target, self._size = console, target, gen_batch_size
+        self._kept, self._begun, self._judged = carried, 0, 0
+
+    def begin(self, prompts: int) -> None:
+        """So many prompts begin."""
+        self._begun += prompts
         self._show()
 
-    def end(self, kept: int) -> None:
-        """A round ends with `kept` groups kept."""
+    def end(self, prompts: int, kept: int) -> None:
+        """Of so many prompts the groups are judged, and `kept` of them kept."""
+        self._judged += prompts
         self._kept += kept
         self._show()
 
     def _show(self) -> None:
-        self._console.detail(f"round {self._rounds}, {min(self._kept, self._target)} of {self._target} groups kept")
+        judging = min(self._judged // self._size + 1, -(-self._begun // self._size))
+        self._console.detail(f"round {judging}, {min(self._kept, self._target)} of {self._target} groups kept")
 
 
 def _speeds(metrics: Mapping[str, float]) -> dict[str, str]:

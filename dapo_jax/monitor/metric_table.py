@@ -21,7 +21,7 @@ rollout/finished_task_count  groups  groups sampled and verified
 rollout/model_version  steps  training steps that the sampling policy had seen
 
 [verl | always]
-train/num_gen_batches  rounds  generation rounds (in stream mode: waves or blocks) until the batch was full
+train/num_gen_batches  rounds  rounds of data.gen_batch_size prompts that were judged, an incomplete one counts
 [DAPO forks of verl and EasyR1 | groups were sampled]
 train/filter_rate      share         dropped groups / sampled groups
 train/mean_metric_std  the metric's  mean over sampled groups of the filter metric's standard deviation

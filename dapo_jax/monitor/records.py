@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from dapo_jax import __version__
+from dapo_jax.config.aliases import FORMER
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, from_values
 from dapo_jax.errors import InputError
@@ -282,7 +283,8 @@ def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) 
         {key: repr(values[key]) if key in values else "absent" for key in recorded | given}
         for values in (recorded, given)
     ]
-    return [f"{key}: {shown[0][key]} -> {shown[1][key]}" for key in sorted(shown[0]) if shown[0][key] != shown[1][key]]
+    differing = sorted(key for key in shown[0].keys() - set(FORMER) if shown[0][key] != shown[1][key])
+    return [f"{key}: {shown[0][key]} -> {shown[1][key]}" for key in differing]
 
 
 def _drop_rows_after(workdir: Path, last_step: int) -> None:

@@ -1,7 +1,5 @@
 """Made-up groups, and steps that accumulate them without a model."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from dapo_jax.config.sections import AdaptiveLimitConfig, FilterGroupsConfig, StreamConfig
@@ -41,32 +39,23 @@ def round_of(numbers, keep, samples, version=0) -> Round:
     return Round(groups, keep, np.where(keep, 0.5, 0.0))
 
 
-class Stream(NamedTuple):
-    """Waves in place of rounds, or one queue."""
-
-    slack: float
-    max_prompts: int
-    overlaps: bool = False
-
-
 def options_of(*, target=4, size=4, limit=0, adaptive=None, stream=None, **changes) -> dict:
     """The options and sizes of `accumulate_groups`.
 
     Args:
         limit: of rounds, 0 = none.
         adaptive: slack of the adaptive limit, None = not adaptive.
+        stream: its slack, None = rounds.
         changes: of FilterGroupsConfig.
     """
     options = FilterGroupsConfig(
         max_num_gen_batches=limit,
         adaptive_limit=AdaptiveLimitConfig(enable=adaptive is not None, slack=adaptive or 0.0),
         backfill="stream" if stream else "batch",
-        stream=StreamConfig(slack=stream.slack if stream else 1.0),
+        stream=StreamConfig(slack=stream or 1.0),
         **changes,
     )
-    most = stream.max_prompts if stream else size
-    overlaps = stream is not None and stream.overlaps
-    return {"options": options, "target": target, "gen_batch_size": size, "max_wave": most, "overlaps": overlaps}
+    return {"options": options, "target": target, "gen_batch_size": size}
 
 
 def start(first=0, carried=None, keep_rate=0.5) -> StreamState:

@@ -5,15 +5,16 @@ import weakref
 
 import numpy as np
 import pytest
-from dynamic_sampling.small_groups import NUM_ROWS, Stream, experience, numbers_of, options_of, round_of, run, start
+from dynamic_sampling.small_groups import NUM_ROWS, experience, numbers_of, options_of, round_of, run, start
 
 from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
 from dapo_jax.data.experience import concatenate, total_failure
 from dapo_jax.data.order import PromptOrder
+from dapo_jax.dynamic_sampling import schedule
 from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
 from dapo_jax.dynamic_sampling.rounds import Round
-from dapo_jax.dynamic_sampling.schedule import adaptive_limit, block_size, queued_prompts, wave_prompts, wave_sizes
+from dapo_jax.dynamic_sampling.schedule import Plan, block_size, queued_prompts
 from dapo_jax.step_metrics import sampling_metrics
 
 
@@ -64,18 +65,16 @@ def test_metrics_are_over_all_evaluated_groups():
 def schedules(*sizes):
     for size in sizes:
         yield {"size": size}
-        for slack, most in ((1.0, 64), (2.0, 64), (1.5, 3), (4.0, 1)):
-            yield {"size": size, "stream": Stream(slack=slack, max_prompts=most)}
-        yield {"size": size, "stream": Stream(slack=0.5, max_prompts=size, overlaps=True)}
-        yield {"size": size, "stream": Stream(slack=2.0, max_prompts=size, overlaps=True)}
+        for slack in (0.5, 1.0, 2.0):
+            yield {"size": size, "stream": slack}
 
 
 def batches(keep_of, steps=5, **options):
-    """The prompt numbers of the batches of several steps, and all groups that were sampled."""
+    """The prompt numbers of the batches of several steps, and the number of groups that were judged."""
     state, found, evaluated = start(), [], 0
     for step in range(1, steps + 1):
-        accepted, calls = run(keep_of, state=state, step=step, **options)
-        state, evaluated = accepted.state, evaluated + sum(map(len, calls))
+        accepted, _ = run(keep_of, state=state, step=step, **options)
+        state, evaluated = accepted.state, evaluated + sum(len(round_.keep) for round_ in accepted.rounds)
         found.append(numbers_of(accepted))
     return found, evaluated
 
@@ -88,8 +87,8 @@ def random_keeps(rate):
 def test_with_requeue_every_schedule_gives_the_same_batches(rate):
     expected, _ = batches(random_keeps(rate), size=4)
     assert sum(expected, []) == [n for n in range(1000) if random_keeps(rate)(n)][: 5 * 4]
-    for schedule in schedules(1, 3, 4, 17):
-        assert batches(random_keeps(rate), **schedule)[0] == expected, schedule
+    for sizes in schedules(1, 3, 4, 17):
+        assert batches(random_keeps(rate), **sizes)[0] == expected, sizes
 
 
 def test_choosing_what_finishes_first_would_prefer_short_answers():
@@ -108,18 +107,15 @@ def test_choosing_what_finishes_first_would_prefer_short_answers():
 def test_a_stream_samples_fewer_surplus_groups_than_large_rounds():
     keeps = random_keeps(0.3)
     _, batch = batches(keeps, size=16)
-    _, stream = batches(keeps, size=16, stream=Stream(slack=1.0, max_prompts=64))
+    _, stream = batches(keeps, size=16, stream=1.0)
     assert stream < batch
-
-
-QUEUE = Stream(slack=1.0, max_prompts=16, overlaps=True)
 
 
 def test_a_queue_holds_what_will_be_needed_and_is_left_once_the_batch_is_certain():
     """64 groups at 0.5: at 153 prompts, 64 are kept two standard deviations below the mean."""
     assert 152 < queued_prompts(64, keep_rate=0.5) < 153 and queued_prompts(0, keep_rate=0.5) == 0
     assert queued_prompts(64, keep_rate=1.0) == 64 and block_size(64) == 8 and block_size(2) == 1
-    accepted, calls = run(random_keeps(0.5), target=64, size=16, limit=20, stream=QUEUE)
+    accepted, calls = run(random_keeps(0.5), target=64, size=16, limit=20, stream=1.0)
     assert calls == [list(range(first, first + 8)) for first in range(0, 160, 8)]
     last = accepted.experience.numbers[-1]
     assert sum(len(round_.keep) for round_ in accepted.rounds) == (last // 8 + 1) * 8 < 160
@@ -127,7 +123,7 @@ def test_a_queue_holds_what_will_be_needed_and_is_left_once_the_batch_is_certain
 
 
 def test_a_queue_that_carries_waits_for_all_that_it_has_begun():
-    accepted, calls = run(random_keeps(0.5), target=64, size=16, limit=20, stream=QUEUE, leftover="carry")
+    accepted, calls = run(random_keeps(0.5), target=64, size=16, limit=20, stream=1.0, leftover="carry")
     assert sum(len(round_.keep) for round_ in accepted.rounds) == sum(map(len, calls)) == accepted.state.next_prompt
     assert len(accepted.state.carried) == sum(map(random_keeps(0.5), range(accepted.state.next_prompt))) - 64
 
@@ -135,15 +131,15 @@ def test_a_queue_that_carries_waits_for_all_that_it_has_begun():
 @pytest.mark.parametrize("first", range(0, 2000, 100))
 def test_the_adaptive_limit_of_a_queue_waits_for_as_many_groups_as_that_of_rounds(first):
     options = {"target": 64, "size": 64, "limit": 20, "adaptive": 2.0, "state": start(first, keep_rate=0.3)}
-    accepted, _ = run(random_keeps(0.3), stream=QUEUE, **options)
+    accepted, _ = run(random_keeps(0.3), stream=1.0, **options)
     assert accepted.outcome == "full" and accepted.generated_tokens == 4 * sum(len(one.keep) for one in accepted.rounds)
 
 
 def test_a_queue_is_filled_up_as_verdicts_show_more_need():
-    accepted, calls = run(lambda n: n % 8 == 0, target=16, size=16, limit=20, stream=QUEUE)
+    accepted, calls = run(lambda n: n % 8 == 0, target=16, size=16, limit=20, stream=1.0)
     assert numbers_of(accepted) == list(range(0, 128, 8)) and len(calls[0]) == 2
     with pytest.raises(RuntimeError, match="after 2 generation rounds"):
-        run(lambda n: n % 8 == 0, target=16, size=16, limit=2, stream=QUEUE)
+        run(lambda n: n % 8 == 0, target=16, size=16, limit=2, stream=1.0)
 
 
 def test_carried_groups_are_used_first_and_nothing_is_sampled_twice():
@@ -192,13 +188,30 @@ def test_groups_that_were_carried_before_a_run_requeues_are_used_up():
 
 @pytest.mark.parametrize("slack", [1e-6, 0.25, 0.75])
 @pytest.mark.parametrize("keep_rate", [1e-6, 0.5, 1.0])  # of earlier steps, right or wrong
-def test_a_stream_with_less_slack_than_it_needs_takes_more_waves_for_the_same_batch(slack, keep_rate):
+def test_a_stream_with_less_slack_than_it_needs_takes_longer_for_the_same_batch(slack, keep_rate):
     kept = lambda number: number % 3 == 0  # noqa: E731
-    stream = Stream(slack=slack, max_prompts=16)
-    accepted, waves = run(kept, target=8, limit=20, stream=stream, state=start(keep_rate=keep_rate))
-    assert numbers_of(accepted) == list(range(0, 24, 3)) and accepted.outcome == "full"
-    assert all(len(wave) >= 2 for wave in waves)  # an eighth of the largest: never none
-    assert sampling_metrics(accepted)["train/num_gen_batches"] == len(waves)
+    accepted, blocks = run(kept, target=8, limit=20, stream=slack, state=start(keep_rate=keep_rate))
+    assert numbers_of(accepted) == list(range(0, 24, 3)) and accepted.outcome == "full" and all(blocks)
+    assert sampling_metrics(accepted)["train/num_gen_batches"] == 6  # 22 prompts
+
+
+@pytest.mark.parametrize(("rate", "size"), [(0.3, 8), (0.3, 5), (0.6, 16), (0.1, 4)])
+def test_a_stream_counts_the_rounds_of_the_same_batch_in_rounds_however_its_prompts_are_begun(
+    rate, size, monkeypatch, caplog
+):
+    def counted(**options):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            accepted, _ = run(random_keeps(rate), target=16, size=size, limit=50, **options)
+        logged = [int(found) for found in re.findall(r"Generated batch (\d+)", caplog.text)]
+        assert logged == list(range(1, logged[-1] + 1))
+        return numbers_of(accepted), sampling_metrics(accepted)["train/num_gen_batches"], logged[-1]
+
+    expected = counted()
+    assert expected[1] == expected[2] == -(-(expected[0][-1] + 1) // size)
+    for block in (1, 2, 3, 7, 100):
+        monkeypatch.setattr(schedule, "block_size", lambda target, block=block: block)
+        assert counted(stream=1.0) == expected
 
 
 def test_the_adaptive_limit_follows_the_filter_rate():
@@ -222,14 +235,14 @@ def lower_end(kept, evaluated, z=3.09):
 def test_later_rounds_end_no_more_steps_than_the_first_limit_does(target, size, rate):
     """Groups that are kept by chance, at one rate: the limit that falls ends at most 2 of 100 steps more."""
     rng, ended_by_first, ended = np.random.default_rng(0), 0, 0
+    plan = Plan(options_of(adaptive=2.0)["options"], target, size, carried=0, keep_rate=0.5)
     for _ in range(300):
         kept, rounds, limits, ends = 0, 0, [], False
         while kept < target and not (limits and rounds >= limits[0]):
             kept, rounds = kept + rng.binomial(size, rate), rounds + 1
             if rounds >= 2:
                 before = limits[-1] if limits else None
-                numbers = dict(evaluated=rounds * size, kept=kept, missing=target, gen_batch_size=size, keep_rate=0.5)
-                limits.append(adaptive_limit(options_of(adaptive=2.0)["options"], before=before, **numbers))
+                limits.append(plan.adapted_limit(before, kept=kept, evaluated=rounds * size))
                 ends |= kept < target and rounds >= limits[-1]
         ended_by_first += kept < target
         ended += ends
@@ -249,7 +262,7 @@ def test_the_adaptive_limit_falls_with_the_keep_rate_and_never_rises():
     assert rising.limit == int(16 * 17 / (8 * 12.5)) == 2 and len(rising.experience) == 12
 
 
-@pytest.mark.parametrize("stream", [None, Stream(slack=1.0, max_prompts=8)])
+@pytest.mark.parametrize("stream", [None, 1.0])
 def test_a_step_far_beyond_what_earlier_ones_needed_warns_once_a_round(stream, caplog):
     run(lambda n: n >= 40, target=8, size=8, stream=stream)  # 16 prompts were expected
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -305,17 +318,6 @@ def test_the_log_tells_full_partial_and_skipped_steps_apart(caplog):
         with caplog.at_level("INFO"):
             run(lambda n, kept=kept: n in kept, limit=2, **policy)
         assert text in caplog.text and enough not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("kept", "in_flight", "expected"),
-    [(0, 0, 24), (0, 24, 0), (4, 0, 8), (7, 0, 4), (8, 0, 0), (0, 12, 8)],  # 8 groups at 0.3: 26.7 prompts
-)
-def test_a_wave_is_the_largest_size_that_is_not_more_than_needed(kept, in_flight, expected):
-    found = wave_prompts(8 - kept, max_prompts=32, in_flight=in_flight, keep_rate=0.3, target=8)
-    assert found == expected
-    assert wave_sizes(32, 8) == wave_sizes(32, 512) == [4, 8, 16, 24, 32]
-    assert wave_sizes(64, 4) == [2, 4, 8, 16, 32, 48, 64] and wave_sizes(1, 8) == [1]
 
 
 def every(number):
@@ -376,7 +378,7 @@ EPOCH = {"first": 21, "target": 2, "limit": 0, "on_exhausted": "error"}
         (every(100), MEANS, r"0 dropped otherwise .mean<=0.2 or mean>=0.8."),
         (every(100), {}, "raise max_num_gen_batches.*lower data.train_batch_size.*on_limit=partial"),
         (every(100), {}, "Change one of these, then rerun: .*change the difficulty of the data"),
-        (none, {"limit": 3, "stream": Stream(slack=1.0, max_prompts=64)}, "of 12 groups"),
+        (none, {"limit": 3, "stream": 1.0}, "of 12 groups"),
         (none, {"on_limit": "partial"}, "only 0 of.*or set algorithm.filter_groups.on_empty=skip_step"),
         (every(25), EPOCH, "at the end of the epoch: .*set on_exhausted=next_epoch"),
     ],
@@ -386,7 +388,7 @@ def test_the_error_of_too_few_groups_counts_them_and_names_the_ways_out(kept, op
         run(kept, **{"limit": 2, **options})
 
 
-@pytest.mark.parametrize("stream", [None, Stream(slack=1.0, max_prompts=4), Stream(1.0, 4, overlaps=True)])
+@pytest.mark.parametrize("stream", [None, 1.0])
 @pytest.mark.parametrize(
     ("kept", "options", "outcome"),  # of prompts 0 to 7, of which the dropped ones are right in turn
     [
@@ -419,8 +421,8 @@ def test_prompts_with_a_uniform_history_are_left_out_alike_by_every_schedule(rul
     keep_of = lambda number: number % NUM_ROWS % 5 == 0  # noqa: E731
     expected, sampled = batches(keep_of, steps=20, size=4, source=source)
     assert sampled < batches(keep_of, steps=20, size=4)[1]
-    for schedule in schedules(size):
-        assert batches(keep_of, steps=20, source=source, **schedule)[0] == expected, schedule
+    for sizes in schedules(size):
+        assert batches(keep_of, steps=20, source=source, **sizes)[0] == expected, sizes
 
 
 def test_experiences_join_and_select():
@@ -438,15 +440,18 @@ def failing(number, *, size=2, failed=True):
 
 
 @pytest.mark.parametrize("limit", [0, 1, 10])
-@pytest.mark.parametrize("stream", [None, Stream(slack=1.0, max_prompts=2)])
+@pytest.mark.parametrize("stream", [None, 1.0])
 def test_a_step_in_which_every_verdict_failed_ends_with_the_commonest_error(limit, stream):
     source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    calls = []
+    judged = []
 
     def start_round(numbers):
-        calls.append(numbers)
-        assert len(calls) <= 3, "as many groups as a batch has are enough to know"
-        return lambda: failing(numbers[0], size=len(numbers))
+        def wait():
+            judged.extend(numbers)
+            assert len(judged) <= 4, "as many groups as a batch has are enough to know"
+            return failing(numbers[0], size=len(numbers))
+
+        return wait
 
     options = options_of(target=4, size=2, limit=limit, stream=stream, on_limit="partial", on_empty="skip_step")
     with pytest.raises(RuntimeError, match="step 1: .* failed on all [48] responses, most often with KeyError"):

@@ -85,7 +85,7 @@ def judged_by_accuracy(numbers) -> Round:
 def steps_without_filter(steps, state, first, source):
     found = []
     for step in range(first, first + steps):
-        sizes = {"target": 10, "gen_batch_size": 10, "max_wave": 10, "step": step}
+        sizes = {"target": 10, "gen_batch_size": 10, "step": step}
         start_round = lambda numbers: lambda: judged_by_accuracy(numbers)  # noqa: E731
         accepted = accumulate_groups(start_round, state, source, NO_FILTER, **sizes)
         state = accepted.state

@@ -11,6 +11,7 @@ from event_files import events_of
 from tensorboardX.proto.event_pb2 import SessionLog
 
 from dapo_jax.config.sections import Config
+from dapo_jax.config.values import with_values
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import RunRecords, config_differences, read_config, read_metrics, write_config
 from dapo_jax.monitor.tensorboard import EVENTS
@@ -194,6 +195,13 @@ def test_options_of_another_version_are_named_with_the_file_and_the_versions(tmp
         told = rf"{tmp_path}/config.json has options that .* does not know: actor.surprise; .* by dapo_jax {writer}:"
         with pytest.raises(InputError, match=told):
             read_config(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_may_have_chosen_an_engine(tmp_path):
+    values = dataclasses.asdict(with_values(Config(), {"rollout.engine": "auto", "workdir": str(tmp_path)}))
+    write_config(tmp_path, values)
+    config = read_config(tmp_path)
+    assert config.rollout.engine is None and config_differences(tmp_path, dataclasses.asdict(config)) == []
 
 
 def test_config_differences_name_key_and_both_values(tmp_path):
