@@ -59,7 +59,7 @@ from dapo_jax.rewards.scoring import load_scorer
 from dapo_jax.rewards.trial import check_rewards
 from dapo_jax.rewards.verifiers import NO_OWN
 from dapo_jax.rewards.weighted import functions_of
-from dapo_jax.rollout.engines import build_engine
+from dapo_jax.rollout.engine import build_engine
 from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.settings import (
     actor_settings,
@@ -219,7 +219,7 @@ def open_sampler(
 ) -> Iterator[Sampler]:
     """An engine on `mesh`; what it compiles in the background ends with it."""
     settings = engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh)
-    engine = build_engine(config.rollout.engine, settings, check)
+    engine = build_engine(settings, check)
     try:
         yield Sampler(tokenizer, engine, mesh, config.rollout.stop, stage)
     finally:

@@ -30,8 +30,7 @@ from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import num_batch_shards, platform
 from dapo_jax.problems import given_function
 from dapo_jax.rewards.weighted import parse_parts
-from dapo_jax.rollout.engine_settings import EngineSettings
-from dapo_jax.rollout.shapes import ROW_MULTIPLE
+from dapo_jax.rollout.layout import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +157,6 @@ def engine_settings(
         max_num_seqs=config.rollout.max_num_seqs,
         memory_share=config.rollout.kv_memory_share,
         chunk_length=config.rollout.decode_chunk_length,
-        smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # on an accelerator, fewer rows are not faster
         lookahead=0 if on_cpu else 1,  # a CPU would decode and look ahead with the same cores
         seed=config.seed,
         least_page=1 if on_cpu else 16,  # which kernels of accelerators need

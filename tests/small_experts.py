@@ -15,10 +15,8 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import prefill
 from dapo_jax.parallel.sharding import replicated
-from dapo_jax.rollout.engine_base import EngineBase
+from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.slots import SlotEngine
-from dapo_jax.rollout.waves import WaveEngine
 
 MODEL = Path(__file__).parent / "models" / "data" / "qwen3_moe"  # 4 layers, 2 of 6 experts for a token
 ARCH = read_model_architecture(MODEL)
@@ -33,14 +31,14 @@ def params():
     return jax.device_get(load_params(str(MODEL), ARCH, lambda weight, array: np.asarray(array)))
 
 
-def engine(kind: str, mesh: Mesh, **changes) -> EngineBase:
-    """ "waves" or "slots"; few rows at once, so that waves follow each other and slots are refilled."""
+def engine(kind: str, mesh: Mesh, **changes) -> Engine:
+    """With "pages" or "stretches"; few rows at once, so that slots are refilled."""
     own = {"arch": ARCH, "eos_ids": EOS, "pad_id": PAD, "max_response_length": LENGTH, "max_num_seqs": 16}
     settings = engine_settings(mesh, **{**own, "chunk_length": 4, "choices": ARCH.choices, **changes})
-    return WaveEngine(settings) if kind == "waves" else SlotEngine(settings, attend_gathered)
+    return Engine(settings, {"pages": attend_gathered, "stretches": None}[kind])
 
 
-def roll_out(used: EngineBase, *, purpose: int = TRAIN, num_samples: int = SAMPLES, **options) -> Rollout:
+def roll_out(used: Engine, *, purpose: int = TRAIN, num_samples: int = SAMPLES, **options) -> Rollout:
     """Responses to PROMPTS, unless `options` has others."""
     mesh = used.settings.mesh
     with jax.set_mesh(mesh):

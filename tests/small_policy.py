@@ -20,9 +20,9 @@ from dapo_jax.learner.update import UpdateSettings, compute_statistics, update_p
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.rollout.engine_settings import EngineSettings
+from dapo_jax.rollout.engine import Engine
+from dapo_jax.rollout.layout import EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.settings import loss_options
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
@@ -103,7 +103,6 @@ def engine_settings(mesh, **changes) -> EngineSettings:
         max_num_seqs=1024,
         memory_share=1.0,
         chunk_length=3,
-        smallest_rows=1,
         lookahead=0,
         seed=0,
     )
@@ -111,7 +110,7 @@ def engine_settings(mesh, **changes) -> EngineSettings:
 
 
 def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
-    return WaveEngine(engine_settings(mesh, **changes)).generate(
+    return Engine(engine_settings(mesh, **changes), None).generate(
         actor.decode_weights(state.params),
         prompts,
         numbers,

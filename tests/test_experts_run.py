@@ -11,7 +11,6 @@ from dapo_jax.training import train
 
 LENGTHS = {"data.max_prompt_length": 16, "data.max_response_length": 24}  # windows are of 16 tokens
 SHORT_RUN = {"trainer.total_training_steps": 3, "trainer.save_freq": 1, "actor.optim.lr": 1e-2}
-SLOTS = {"rollout.engine": "slots", "rollout.decode_chunk_length": 4}
 
 
 @pytest.fixture
@@ -43,11 +42,11 @@ def test_partial_rollouts_resume_with_the_experts_that_the_sampler_chose(model, 
 
 
 @pytest.mark.slow
-@pytest.mark.long("slots")
+@pytest.mark.long("adapters")
 @pytest.mark.parametrize(
     "chosen",
-    [{}, {"rollout.engine": "slots", "model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}],
-    ids=["waves", "slots and adapters"],
+    [{}, {"model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}],
+    ids=["whole", "adapters"],
 )
 def test_the_preflight_compiles_what_a_run_of_experts_calls(chosen, model, tmp_path):
     """On eight devices, with a reference, and with the log-probabilities of the training pass."""
@@ -60,10 +59,10 @@ def test_the_preflight_compiles_what_a_run_of_experts_calls(chosen, model, tmp_p
 
 
 @pytest.mark.full  # the long lane has experts in segments, above, and slots with adapters, in test_train
-@pytest.mark.parametrize(("name", "engine"), [("gemma3", SLOTS), ("qwen3_moe", {})], ids=["gemma3", "qwen3_moe"])
-def test_a_killed_run_ends_with_the_same_bits(name, engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
+def test_a_killed_run_ends_with_the_same_bits(name, tmp_path, monkeypatch):
     model = with_tokenizer(name, tmp_path)
-    resumed(tmp_path, monkeypatch, changes_of(model, **LENGTHS, **SHORT_RUN, **engine))
+    resumed(tmp_path, monkeypatch, changes_of(model, **LENGTHS, **SHORT_RUN, **{"rollout.decode_chunk_length": 4}))
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_solved_run_measures_its_policy_and_the_same_command_says_so_again(tmp
 @pytest.mark.parametrize(
     "changes",
     [
-        {"algorithm.filter_groups.backfill": "stream", "rollout.engine": "slots"},
+        {"algorithm.filter_groups.backfill": "stream"},
         {"algorithm.filter_groups.skip_uniform.enable": True, "trainer.val_before_train": False},
         {"algorithm.filter_groups.leftover": "carry", "monitor.console": "detailed", "trainer.save_freq": 3},
     ],

@@ -26,7 +26,7 @@ from dapo_jax import training as train_module
 from dapo_jax.learner import update as update_module
 from dapo_jax.monitor.records import RunRecords, read_metrics
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.rollout import learnt_sizes
+from dapo_jax.rollout import lengths
 from dapo_jax.training import train
 
 ONE_STEP = {"trainer.total_training_steps": 1, "trainer.test_freq": -1, "trainer.val_before_train": False}
@@ -84,9 +84,8 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
 @pytest.mark.slow
 def test_slots_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch, one_device):
     """With what slots have learnt of lengths, which decide between 5 and 6 of them; and other adapters are refused."""
-    monkeypatch.setattr(learnt_sizes, "free_bytes", lambda mesh: 1e5)
+    monkeypatch.setattr(lengths, "free_bytes", lambda mesh: 1e5)
     changes = {
-        "rollout.engine": "slots",
         "rollout.max_num_seqs": 0,
         "rollout.decode_chunk_length": 4,
         "data.max_response_length": 24,

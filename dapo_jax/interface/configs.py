@@ -1,5 +1,6 @@
 """Host: configs for programs: recipes by name, files, and changes by dotted key."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from dapo_jax.command.option_uses import without_switched_off
-from dapo_jax.config.aliases import FROM_MEMORY
+from dapo_jax.config.aliases import FROM_MEMORY, former_options
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, default_config, flat, freeze
-from dapo_jax.errors import InputError, did_you_mean
+from dapo_jax.errors import InputError, did_you_mean, say
 
 AnyConfig = Config | ConfigDict | str | Path
 
@@ -57,11 +58,14 @@ def with_changes(caller: str, config: AnyConfig, changes: Mapping[str, Any]) -> 
         return frozen
     values = default_config()
     values.update_from_flattened_dict(flat(frozen))
-    return freeze(_changed(caller, values, changes))
+    return as_config(_changed(caller, values, changes))
 
 
 def as_config(config: AnyConfig) -> Config:
-    """The frozen form of a config in any form; a text or path is loaded first."""
+    """The frozen form of a config in any form; a text or path is loaded first. Says which options have no effect."""
     if isinstance(config, Config):
         return config
-    return freeze(load_config(config) if isinstance(config, str | Path) else config)
+    values = load_config(config) if isinstance(config, str | Path) else config
+    for line in former_options(values):
+        say(f"dapo_jax: {line}", file=sys.stderr)
+    return freeze(values)

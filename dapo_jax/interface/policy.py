@@ -31,8 +31,7 @@ from dapo_jax.meshes import check_memory, make_meshes
 from dapo_jax.other_runs import find_trained
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.memory import reserve_gpu_memory
-from dapo_jax.rewards.worker_pool import Verdict
-from dapo_jax.rollout.sampler import verified_groups
+from dapo_jax.rollout.sampler import unverified_groups
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import build_learner, open_sampler
 from dapo_jax.settings import updates_of_step
@@ -125,8 +124,7 @@ class Policy:
             )
         rows = zip(rollout.responses, rollout.mask, strict=True)
         texts = [self.tokenizer.decode(row[kept].tolist()) for row, kept in rows]
-        unscored = [Verdict({}, None, None)] * len(texts)
-        groups = verified_groups(rollout, tokens, list(numbers), list(numbers), texts, unscored, self.steps)
+        groups = unverified_groups(rollout, tokens, list(numbers), list(numbers), texts, self.steps)
         return Samples(list(prompts), groups, temperature)
 
     def logprobs(self, samples: Samples) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Device: grouped-query attention (arXiv:2305.13245), over whole sequences, in bins, or behind a shared prompt.
+"""Device: grouped-query attention (arXiv:2305.13245), over whole sequences or in bins.
 
-Sizes: B rows, T query tokens, N query heads, K key-value heads, G = N // K, H head size, Q prompts, P prompt width,
-W width of a row's own keys. Operands of products are in the dtype of keys and values, everything else is float32.
+Sizes: B rows, T query tokens, S keys, N query heads, K key-value heads, G = N // K, H head size. Operands of products
+are in the dtype of keys and values, everything else is float32.
 """
 
 import functools
@@ -189,57 +189,3 @@ XLA = BinAttention(
     skips=False,
     shared_width=2**31,
 )
-
-
-def shared_prompt_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    visible: jax.Array,
-    prompt_key: jax.Array,
-    prompt_value: jax.Array,
-    prompt_mask: jax.Array,
-    cap: float | None = None,
-) -> jax.Array:
-    """Attention to a prompt that B // Q consecutive rows share, and to the row's own keys, in one softmax.
-
-    The prompt's keys and values are stored and read once for all rows that share them. Keys are laid out so that each
-    product reads along the last dimension, which is faster on a CPU for one query token.
-
-    Args:
-        query: [B, T, N, H].
-        key: [B, K, H, W], value: [B, K, W, H], the row's own.
-        visible: [B or 1, T, W] bool, own keys that a token may see.
-        prompt_key: [Q, K, H, P], prompt_value: [Q, K, P, H].
-        prompt_mask: [Q, P] bool, keys of its prompt that a token may see.
-        cap: as in Scores.
-
-    Returns:
-        [B, T, N, H] float32.
-    """
-    rows, length, heads, size = query.shape
-    prompts, kv_heads, _, _ = prompt_key.shape
-    groups = heads // kv_heads
-
-    def by_prompt(x: jax.Array) -> jax.Array:  # [B, K, T * G, X] -> [Q, K, B // Q * T * G, X]
-        x = x.reshape(prompts, rows // prompts, *x.shape[1:]).swapaxes(1, 2)
-        return x.reshape(prompts, kv_heads, -1, x.shape[-1])
-
-    def by_row(x: jax.Array) -> jax.Array:  # the inverse
-        x = x.reshape(prompts, kv_heads, rows // prompts, -1, x.shape[-1]).swapaxes(1, 2)
-        return x.reshape(rows, *x.shape[2:])
-
-    query = query.reshape(rows, length, kv_heads, groups, size).swapaxes(1, 2)
-    query = query.reshape(rows, kv_heads, length * groups, size)
-    shared = capped(matmul("qkmh,qkhp->qkmp", by_prompt(query), prompt_key) * size**-0.5, cap)
-    shared = jnp.where(prompt_mask[:, None, None], shared, MASKED)
-    own = capped(matmul("bkmh,bkhw->bkmw", query, key) * size**-0.5, cap)
-    own = jnp.where(jnp.repeat(visible, groups, axis=1)[:, None], own, MASKED)
-    highest = jnp.maximum(by_row(shared.max(-1, keepdims=True)), own.max(-1, keepdims=True))
-    highest = jax.lax.stop_gradient(highest)  # it cancels
-    shared, own = jnp.exp(shared - by_prompt(highest)), jnp.exp(own - highest)
-    total = by_row(shared.sum(-1, keepdims=True)) + own.sum(-1, keepdims=True)
-    result = by_row(matmul("qkmp,qkph->qkmh", shared / by_prompt(total), prompt_value))
-    result += matmul("bkmw,bkwh->bkmh", own / total, value)
-    attended = result.reshape(rows, kv_heads, length, groups, size).swapaxes(1, 2).reshape(rows, length, heads, size)
-    return checkpoint_name(attended, ATTENDED)

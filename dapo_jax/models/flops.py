@@ -1,5 +1,6 @@
 """Host: floating-point operations of a pass over tokens, from an architecture alone."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def causal_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
     return lengths * (lengths + 1.0) / 2 - beyond * (beyond + 1) / 2
 
 
+@functools.cache
 def token_flops(arch: Architecture) -> TokenFlops:
     """The operations per token and per pair of a query and a key."""
     windows = [kind.window for kind in arch.layers]

@@ -53,7 +53,7 @@ def attend_gathered(
     *,
     cap: float | None = None,
 ) -> SoftmaxParts:
-    """An `AttendPages` that copies the pages of every row, and as many as the table has places: for CPUs and tests."""
+    """An `AttendPages` that copies the pages of every row, as many as the table has places: where no kernel fits."""
     found = jnp.moveaxis(pages[table], 1, 2)  # [B, K, M, C, 2H]
     found = found.reshape(*found.shape[:2], -1, found.shape[-1])
     tokens = jnp.arange(found.shape[2])

@@ -1,7 +1,7 @@
 """Device: passes over a decoder-only transformer: training, prefill and decoding, all by `run_layers`.
 
 Sizes: B rows, T tokens, D hidden, N query heads, K key-value heads, G = N // K, H head size, V vocabulary;
-for decoding Q prompts with B // Q samples each, P prompt width.
+Q prompts of P tokens for prefill.
 
 Precision: operands of matrix products are in the dtype of the weight, everything else is float32.
 """
@@ -16,9 +16,8 @@ import numpy as np
 
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.attention import BinAttention, capped, causal_attention, matmul, shared_prompt_attention
+from dapo_jax.models.attention import BinAttention, capped, causal_attention, matmul
 from dapo_jax.models.experts import RoutingCounts, routing_counts
-from dapo_jax.models.layer_cache import LayerCache, seen, with_token
 from dapo_jax.models.layers import REPLAYED, KeyValue, Params, block, normed, rotary, run_layers, scores_of
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
@@ -93,42 +92,6 @@ def prefill(
     return hidden[:, -1], list(caches), chosen_experts(chosen)
 
 
-def decode(
-    params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
-    prompt_mask: jax.Array,
-    caches: list[LayerCache],
-    index: jax.Array,
-    arch: Architecture,
-) -> tuple[jax.Array, list[LayerCache], jax.Array | None]:
-    """Hidden states [B, D] of one token per row, the caches with that token written, and its experts [B, l, k].
-
-    Args:
-        params: weights, layers as a list.
-        tokens, positions: [B] int32.
-        prompt_mask: [Q, P] bool, True on real prompt tokens.
-        index: scalar, how many tokens each row has sampled before this one.
-    """
-
-    def attend(kind, cache, query, key, value):
-        new = with_token(kind, cache, *_cached(key, value), index)
-        visible, prompt_visible = seen(kind, new, prompt_mask, index)
-        attended = shared_prompt_attention(
-            query,
-            new.key,
-            new.value,
-            visible[None, None],
-            new.prompt_key,
-            new.prompt_value,
-            prompt_visible,
-            cap=arch.attention_cap,
-        )
-        return attended, new
-
-    return decode_with(attend, params, tokens, positions, caches, arch)
-
-
 def decode_with(
     attend: Callable[..., tuple[jax.Array, Any]],
     params: Params,
@@ -137,11 +100,14 @@ def decode_with(
     caches: list[Any],
     arch: Architecture,
 ) -> tuple[jax.Array, list[Any], jax.Array | None]:
-    """`decode` with any kind of cache.
+    """Hidden states [B, D] of one token per row, the caches with that token written, and its experts [B, l, k].
 
     Args:
         attend: (kind, cache, query [B, 1, N, H], key, value [B, 1, K, H]) -> (what is attended [B, 1, N, H], new
             cache).
+        params: weights, layers as a list.
+        tokens, positions: [B] int32.
+        caches: one of each layer, of any kind.
     """
     rotations = rotary(positions[:, None], arch)
 
@@ -216,7 +182,7 @@ def _gathered(layer: Params, arch: Architecture) -> Params:
 
 
 def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
-    """Keys and values [B, T, K, H] as a cache holds them: [B, K, H, T] and [B, K, T, H]."""
+    """Keys and values [B, T, K, H] as prefill returns them: [B, K, H, T] and [B, K, T, H]."""
     return jnp.moveaxis(key, 1, 3), value.swapaxes(1, 2)
 
 

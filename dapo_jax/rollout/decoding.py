@@ -1,8 +1,12 @@
-"""Device: prefill of a wave of prompts and decoding in chunks, one compiled function each."""
+"""Device: prefill of prompts and a chunk of decoding, one compiled function each, whatever holds keys and values.
 
-import dataclasses
+Sizes: B slots, b of them in use, C tokens of a chunk, Q prompts of P tokens with G rows each. Keys and values lie in
+pages (pages.py), or in a stretch of each slot (stretches.py).
+"""
+
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,34 +15,74 @@ from jax.sharding import PartitionSpec
 
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture, Choices
-from dapo_jax.models.layer_cache import LayerCache, last_columns, layer_cache
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks import block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import constrain
-from dapo_jax.rollout.sampling import Sampling, sample
+from dapo_jax.rollout.sampling import Sampling, keys_of, sample
+
+ROWS, HEADS = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")  # of what each row has; of keys and values
+
+
+class Cache(Protocol):
+    """Keys and values on the devices: `Pages` or `Stretches`."""
+
+    def with_prompts(self, found: list[tuple[jax.Array, jax.Array]], places: Any, arch: Architecture) -> Any:
+        """The cache with those of prompts, of each layer [Q, K, H, P] and [Q, K, P, H], at their places."""
+        ...
+
+    def opened(self, plan: "Plan", arch: Architecture) -> "OpenedCache":
+        """What a chunk does with it."""
+        ...
+
+
+class OpenedCache(NamedTuple):
+    """A cache during a chunk."""
+
+    fixed: list[Any]  # of each layer, what no token changes
+    carried: list[Any]  # of each layer, what goes from token to token
+    attend: Callable[..., Any]  # (index of the token, kind, (fixed, carried), ...), see transformer.decode_with
+    closed: Callable[[list[Any]], Any]  # what is carried in the end -> the cache after the chunk
 
 
 @struct.dataclass
-class Wave:
-    """B rows decoded in lockstep; `length` tokens of each are sampled here.
+class Held:
+    """What the devices keep between two chunks."""
 
-    The first B // Q rows answer the first prompt, the next the second, and so on. After the first `keep_rows` every
-    row has its own copy of its prompt: Q = B.
-    """
-
-    tokens: jax.Array  # [B] int32, the last sampled token
+    tokens: jax.Array  # [B] int32, the last token of each row
     finished: jax.Array  # [B] bool
-    keys: jax.Array  # [B] addresses of the draws
-    begun: jax.Array  # [B] int32, tokens of the response that its prompt ends with
-    prompt_mask: jax.Array  # [Q, P] bool
-    caches: list[LayerCache]
-    length: jax.Array  # scalar int32
+    cache: Any  # a `Cache`
+
+
+@struct.dataclass
+class Plan:
+    """What b slots do in a chunk, in arrays of the host or of the devices. A slot without a row has number -1."""
+
+    sources: Any  # [b] int32, where the row was in the last chunk among the shard's own slots; -1 = it begins
+    first_tokens: Any  # [b] int32, the token before the first that a row draws which begins
+    numbers: Any  # [b] int32, prompt number, ...
+    samples: Any  # [b] int32, ... and sample: the address of its draws
+    prompt_lengths: Any  # [b] int32
+    begun: Any  # [b] int32, tokens of the response that its prompt ends with
+    sampled: Any  # [b] int32, tokens drawn since
+    table: Any  # [b, M] int32, pages of the prompt, then its own; the place of its prompt for stretches
+    destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
+    windows: Any  # of layers with a window, as in queue.Seen; None = no layer has one
+    given: Any = None  # [b, C] int32, tokens that are not drawn but taken as they are, -1 = drawn; None = all are drawn
+
+
+@struct.dataclass
+class FirstDraws:
+    """Rows whose first token a prefill draws; number -1 = no row."""
+
+    numbers: Any  # [Q * G] int32, prompt number, ...
+    samples: Any  # [Q * G] int32, ... and sample: the address of its draws
+    begun: Any  # [Q * G] int32, tokens of the response that its prompt ends with
 
 
 @struct.dataclass
 class Chunk:
-    """C sampled tokens of each row, replicated on every device."""
+    """C tokens of each row, replicated on every device."""
 
     tokens: jax.Array  # [B, C] int32, pad_id where the mask is False
     mask: jax.Array  # [B, C] bool, False after the row's end-of-sequence token
@@ -47,220 +91,117 @@ class Chunk:
     experts: jax.Array | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("arch", "dtype", "window"))
-def empty_wave(
-    keys: jax.Array,
-    begun: jax.Array,
-    finished: jax.Array,
-    prompt_mask: jax.Array,
-    *,
-    arch: Architecture,
-    dtype: Any,
-    window: int,
-) -> Wave:
-    """A wave with room for its prompts and `window` tokens of each row; nothing is prefilled yet.
-
-    Args:
-        keys: [B] addresses of the draws.
-        begun: [B] int32, tokens of each response that its prompt ends with.
-        finished: [B] bool, True on rows without a response.
-        prompt_mask: [Q, P] bool.
-        dtype: of keys and values.
-    """
-    (rows,), (prompts, width), make = keys.shape, prompt_mask.shape, functools.partial(jnp.zeros, dtype=dtype)
-    sizes = {"rows": rows, "prompts": prompts, "width": width, "window": window}
-    tokens, caches = jnp.zeros(rows, jnp.int32), [layer_cache(make, kind, arch, **sizes) for kind in arch.layers]
-    return laid_out(Wave(tokens, finished, keys, begun, prompt_mask, caches, jnp.int32(1)))
-
-
-@functools.partial(
-    jax.jit, static_argnames=("arch", "copies", "eos_ids", "pad_id", "choices"), donate_argnames=("wave",)
-)
-def prefill_part(
+@functools.partial(jax.jit, static_argnames=("arch", "eos_ids", "choices"), donate_argnames=("held",))
+def prefill(
     params: Params,
-    wave: Wave,
+    held: Held,
     tokens: jax.Array,
     mask: jax.Array,
-    first: jax.Array,
+    places: Any,
+    rows: FirstDraws | None,
     sampling: Sampling,
+    seed: Any,
+    purpose: Any,
     *,
     arch: Architecture,
-    copies: int,
     eos_ids: tuple[int, ...],
-    pad_id: int,
     choices: Choices | None = None,
-) -> tuple[Wave, Chunk, jax.Array | None]:
-    """Runs some prompts of an empty wave, each once, caches their keys and values, and draws their rows' first token.
+) -> tuple[Held, Chunk | None, jax.Array | None]:
+    """Runs prompts, each once, and keeps their keys and values; draws the first token of `rows`, if they are given.
 
-    The third result is the experts [M, P, l, k] of the prompts' tokens, if they are recorded.
+    The third result is the experts [Q, P, l, k] of these tokens, if they are recorded.
 
     Args:
-        tokens, mask: [M, P] left-padded prompts; `copies` neighbouring shards all keep what they prefill together.
-        first: scalar, where these prompts begin among those of each shard.
+        tokens, mask: [Q, P] left-padded prompts, on the shards that have their rows.
+        places: for `Cache.with_prompts`.
+        rows: of the prompts; without them the prompts lack their last token, from which a chunk draws the first.
+        seed, purpose: the first parts of the addresses of all draws (sampling.py).
         choices: how experts are recorded; None = they are not.
     """
-    samples = wave.tokens.shape[0] // wave.prompt_mask.shape[0]
-    first_row, rows = first * samples, tokens.shape[0] * copies * samples
-    hidden, keys_and_values, experts = transformer.prefill(params, tokens, mask, arch)
-    caches = []
-    for cache, (key, value) in zip(wave.caches, keys_and_values, strict=True):
-        key, value = (_spread(x, copies) for x in last_columns(cache, key, value))
-        caches.append(
-            dataclasses.replace(
-                cache,
-                prompt_key=_put_part(cache.prompt_key, key, first),
-                prompt_value=_put_part(cache.prompt_value, value, first),
-            )
-        )
-    logits = jnp.repeat(block_logits(params, _spread(hidden, copies), arch), samples, axis=0)
-    keys, begun, padding = (_part(x, first_row, rows) for x in (wave.keys, wave.begun, wave.finished))
-    drawn, logprobs = sample(logits, keys, begun, sampling, eos_ids)
-    drawn, finished = settle(drawn, padding, eos_ids, pad_id)
-    wave = dataclasses.replace(
-        wave,
-        tokens=_put_part(wave.tokens, drawn, first_row),
-        finished=_put_part(wave.finished, finished, first_row),
-        caches=caches,
-    )
-    chunk = chunk_of(drawn[:, None], ~padding[:, None], logprobs[:, None])
-    return laid_out(wave), chunk, everywhere(recorded(experts, choices))
+    hidden, found, experts = transformer.prefill(params, tokens, mask, arch)
+    held = held.replace(cache=held.cache.with_prompts(found, places, arch))  # pyright: ignore[reportAttributeAccessIssue]
+    chunk = None
+    if rows is not None:
+        logits = jnp.repeat(block_logits(params, hidden, arch), len(rows.numbers) // len(tokens), axis=0)
+        keys = keys_of(seed, purpose, rows.numbers, rows.samples)
+        drawn, logprobs = sample(logits, keys, rows.begun, sampling, eos_ids)
+        chunk = _chunk_of(drawn[:, None], (rows.numbers >= 0)[:, None], logprobs[:, None])
+    return laid_out(held), chunk, _everywhere(_recorded(experts, choices))
 
 
 @functools.partial(
-    jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices"), donate_argnames=("wave",)
+    jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices"), donate_argnames=("held",)
 )
-def decode_chunk(
+def decode(
     params: Params,
-    wave: Wave,
+    held: Held,
+    plan: Plan,
     sampling: Sampling,
+    seed: Any,
+    purpose: Any,
     *,
     arch: Architecture,
     num_tokens: int,
     eos_ids: tuple[int, ...],
     pad_id: int,
     choices: Choices | None = None,
-) -> tuple[Wave, Chunk]:
-    """Draws `num_tokens` more tokens for each row; finished rows draw padding."""
-    num_samples = wave.tokens.shape[0] // wave.prompt_mask.shape[0]
-    prompt_lengths = jnp.repeat(jnp.sum(wave.prompt_mask, axis=-1, dtype=jnp.int32), num_samples)
-
-    def step(wave: Wave, __: None) -> tuple[Wave, Any]:
-        index = wave.length - 1
-        hidden, caches, experts = transformer.decode(
-            params, wave.tokens, prompt_lengths + index, wave.prompt_mask, wave.caches, index, arch
-        )
-        logits = block_logits(params, hidden, arch)
-        tokens, logprobs = sample(logits, wave.keys, wave.begun + wave.length, sampling, eos_ids)
-        sampled = ~wave.finished
-        tokens, finished = settle(tokens, wave.finished, eos_ids, pad_id)
-        new_wave = dataclasses.replace(wave, tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)
-        return new_wave, (tokens, sampled, logprobs, recorded(experts, choices))
-
-    wave, outputs = jax.lax.scan(step, wave, length=num_tokens)
-    return laid_out(wave), chunk_of(*jax.tree.map(lambda output: output.swapaxes(0, 1), outputs))
-
-
-def wave_spec(ndim: int) -> PartitionSpec:
-    """The sharding of an array of a wave, by its number of dimensions."""
-    if ndim == 4:
-        return PartitionSpec(BATCH_AXES, "tensor")  # keys and values
-    return PartitionSpec(BATCH_AXES) if ndim else PartitionSpec()
-
-
-@functools.partial(jax.jit, static_argnames=("num_samples",))
-def keep_rows(wave: Wave, rows: jax.Array, *, num_samples: int) -> Wave:
-    """The wave without its caches, with these rows only.
+) -> tuple[Held, Chunk]:
+    """Draws `num_tokens` for each of the plan's slots; finished rows draw padding.
 
     Args:
-        rows: [B'], sharded like the rows of the wave; each device has indices into its own rows.
-        num_samples: B // Q of the wave.
+        seed, purpose, choices: as in `prefill`.
     """
-    return dataclasses.replace(
-        wave,
-        tokens=_take(wave.tokens, rows),
-        finished=_take(wave.finished, rows),
-        keys=_take(wave.keys, rows),
-        begun=_take(wave.begun, rows),
-        prompt_mask=_take(wave.prompt_mask, rows // num_samples),
-        caches=[],
-    )
+    idle, begins = plan.numbers < 0, plan.sources < 0
+    keys = keys_of(seed, purpose, plan.numbers, plan.samples)
+    tokens = jnp.where(begins, plan.first_tokens, taken(held.tokens, plan.sources))
+    finished = idle | (~begins & taken(held.finished, plan.sources))
+    cache = held.cache.opened(plan, arch)
+
+    def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
+        tokens, finished, carried = carry
+        attend, layers = functools.partial(cache.attend, index), list(zip(cache.fixed, carried, strict=True))
+        places = plan.prompt_lengths - 1 + plan.sampled + index
+        hidden, layers, experts = transformer.decode_with(attend, params, tokens, places, layers, arch)
+        logits = block_logits(params, hidden, arch)
+        drawn, logprobs = sample(logits, keys, plan.begun + plan.sampled + index, sampling, eos_ids)
+        ended = jnp.isin(drawn, jnp.array(eos_ids, jnp.int32))
+        if plan.given is not None:
+            given = plan.given[:, index]
+            drawn, ended = jnp.where(given < 0, drawn, given), ended & (given < 0)
+        drawn = jnp.where(finished, pad_id, drawn)
+        carry = drawn, finished | ended, [carried for _, carried in layers]
+        return carry, (drawn, ~finished, logprobs, _recorded(experts, choices))
+
+    (tokens, finished, carried), outputs = jax.lax.scan(step, (tokens, finished, cache.carried), jnp.arange(num_tokens))
+    held = Held(_put_first(held.tokens, tokens), _put_first(held.finished, finished), cache.closed(carried))
+    return laid_out(held), _chunk_of(*jax.tree.map(lambda output: output.swapaxes(0, 1), outputs))
 
 
-@functools.partial(jax.jit, static_argnames=("num_samples", "window"))
-def resize_cache(cache: LayerCache, rows: jax.Array | None, *, num_samples: int, window: int) -> LayerCache:
-    """One layer's cache with room for its `window` tokens and, if they are given, these rows only (see `keep_rows`)."""
-    if rows is not None:
-        cache = LayerCache(
-            _take(cache.prompt_key, rows // num_samples),
-            _take(cache.prompt_value, rows // num_samples),
-            _take(cache.key, rows),
-            _take(cache.value, rows),
-        )
-    more, none = (0, window - cache.window), (0, 0)
-    key, value = jnp.pad(cache.key, (none, none, none, more)), jnp.pad(cache.value, (none, none, more, none))
-    cache = dataclasses.replace(cache, key=key, value=value)
-    return laid_out(cache)
-
-
-def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of `x` by the indices of each device into its own rows: nothing moves between devices."""
-    spec = wave_spec(x.ndim)
-    local = jax.shard_map(lambda x, rows: x[rows], in_specs=(spec, PartitionSpec(BATCH_AXES)), out_specs=spec)
-    return local(x, rows)
-
-
-def _part(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """`size` rows of `x` in all, equally many of each device, from its own row `first` on."""
-    spec = wave_spec(x.ndim)
-
-    def local(x: jax.Array, first: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, first, size // jax.lax.axis_size(BATCH_AXES))
-
-    return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=spec)(x, first)
-
-
-def _put_part(x: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
-    """`x` with `part` written over each device's own rows from `first` on."""
-    spec, write = wave_spec(x.ndim), jax.lax.dynamic_update_slice_in_dim
-    local = jax.shard_map(
-        lambda x, part, first: write(x, part, first, axis=0), in_specs=(spec, spec, PartitionSpec()), out_specs=spec
-    )
-    return local(x, part, first)
-
-
-def _spread(x: jax.Array, copies: int) -> jax.Array:
-    """Rows of `x` [M, ...] on every device of each block of `copies` neighbouring ones, [M * copies, ...]."""
-    if copies == 1:
-        return x
-    spec = wave_spec(x.ndim)
-
-    def local(x: jax.Array) -> jax.Array:
-        devices = jax.lax.axis_size(BATCH_AXES)
-        blocks = [list(range(first, first + copies)) for first in range(0, devices, copies)]
-        return jax.lax.all_gather(x, BATCH_AXES, axis_index_groups=blocks, tiled=True)
-
-    return jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=False)(x)
+def taken(x: jax.Array, places: jax.Array) -> jax.Array:
+    """Elements of `x` [B, ...] at `places` [b] among each shard's own; any for a negative place."""
+    spec = HEADS if x.ndim > 1 else ROWS
+    return jax.shard_map(lambda x, places: x[jnp.maximum(places, 0)], in_specs=(spec, ROWS), out_specs=spec)(x, places)
 
 
 def laid_out(tree: Any) -> Any:
-    return jax.tree.map(lambda x: constrain(x, wave_spec(x.ndim)), tree)
+    """Rows on the shards of the batch, heads of keys and values on those of `tensor`."""
+    return jax.tree.map(lambda x: constrain(x, HEADS if x.ndim > 1 else ROWS), tree)
 
 
-def settle(tokens, finished, eos_ids, pad_id) -> tuple[jax.Array, jax.Array]:
-    """Tokens, with padding in rows that had finished before, and which rows are finished now."""
-    ended = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32))
-    return jnp.where(finished, pad_id, tokens), finished | ended
+def _put_first(x: jax.Array, new: jax.Array) -> jax.Array:
+    """`x` [B] whose first elements on each shard are those of `new` [b]."""
+    return jax.shard_map(lambda x, new: x.at[: len(new)].set(new), in_specs=(ROWS, ROWS), out_specs=ROWS)(x, new)
 
 
-def recorded(experts: jax.Array | None, choices: Choices | None) -> jax.Array | None:
+def _recorded(experts: jax.Array | None, choices: Choices | None) -> jax.Array | None:
     """The experts of tokens [..., l, k] as they are recorded; None if they are not."""
     return None if experts is None or choices is None else experts.astype(choices.dtype)
 
 
-def chunk_of(tokens, mask, logprobs, experts=None) -> Chunk:
-    return everywhere(Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0), experts))
+def _chunk_of(tokens, mask, logprobs, experts=None) -> Chunk:
+    return _everywhere(Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0), experts))
 
 
-def everywhere(tree: Any) -> Any:
+def _everywhere(tree: Any) -> Any:
     """Arrays replicated on every device."""
     return jax.tree.map(lambda x: constrain(x, PartitionSpec()), tree)

@@ -1,19 +1,32 @@
 """Host: responses while they are being sampled."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
+from dapo_jax.errors import InputError
 from dapo_jax.parallel.sharding import fetch
 from dapo_jax.rollout.decoding import Chunk
-from dapo_jax.rollout.engine import OnFinished, StopRule
 from dapo_jax.rollout.expert_records import ExpertRecords
+
+# (tokens of a response, how many of them an earlier call has seen) -> how many tokens to keep; None = it continues.
+StopRule = Callable[[list[int], int], int | None]
+# (rows of the responses that have just ended, all responses so far)
+OnFinished = Callable[[np.ndarray, Rollout], None]
+# (row, tokens of a response that the policy has ended) -> whether it waits for tokens of an environment.
+Waits = Callable[[int, list[int]], bool]
 
 
 class Responses:
-    """Responses as they grow, row by row, and which of them have ended."""
+    """Responses as they grow, row by row, and which of them have ended.
+
+    Args:
+        limits: [B], most tokens of each response, at most max_length.
+        begun: the first tokens of each response, which the engine has as the end of its prompt.
+    """
 
     def __init__(
         self,
@@ -24,21 +37,19 @@ class Responses:
         pad_id: int,
         stop: StopRule | None,
         on_finished: OnFinished | None,
+        waits: Waits | None = None,
         begun: Rollout | None = None,
     ) -> None:
-        """
-        Args:
-            limits: [B], most tokens of each response, at most max_length.
-            stop, on_finished: as for `Generation.add`.
-            begun: the first tokens of each response, which the engine has as the end of its prompt.
-        """
         shape = len(limits), max_length
         self.tokens = np.full(shape, pad_id, np.int32)
         self.mask = np.zeros(shape, bool)
         self.logprobs = np.zeros(shape, np.float32)
         self.complete = np.zeros(len(limits), bool)  # ended by an end-of-sequence token or the stop rule
         self.ended = np.zeros(len(limits), bool)  # complete, or at its limit
-        self.limits, self.eos_ids, self.pad_id, self.stop, self.on_finished = limits, eos_ids, pad_id, stop, on_finished
+        self.parked = np.zeros(len(limits), bool)  # waits for tokens of an environment
+        self.given = np.zeros(shape, bool)  # tokens of an environment
+        self.limits, self.eos_ids, self.pad_id = limits, eos_ids, pad_id
+        self.stop, self.on_finished, self.waits = stop, on_finished, waits
         self.records: ExpertRecords | None = None  # of the experts of tokens, if they are kept
         if begun is not None:
             self.tokens[:], self.mask[:], self.logprobs[:] = begun.responses, begun.mask, begun.logprobs
@@ -51,7 +62,8 @@ class Responses:
         rows = rows[alive]
         starts = self.begun[rows] + np.broadcast_to(starts, alive.shape)[alive]
         places = starts[:, None] + np.arange(chunk.tokens.shape[1])
-        within = places < self.limits[rows, None]
+        known = self.mask[rows].sum(axis=1)  # a row that was given up, or has waited, is read again
+        within = (places >= known[:, None]) & (places < self.limits[rows, None])
         taken = chunk.mask[alive] & within
         row, place = np.broadcast_to(rows[:, None], places.shape)[within], places[within]
         self.mask[row, place] = taken[within]
@@ -59,16 +71,52 @@ class Responses:
         self.logprobs[row, place] = np.where(taken, chunk.logprobs[alive], 0.0)[within]
         self.complete[rows] = np.any(np.isin(chunk.tokens[alive], self.eos_ids) & taken, axis=1)
         if self.stop is not None:
-            self._stop(rows, starts, self.stop)
+            self._stop(rows, known, self.stop)
         self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.limits[rows])
+        if self.waits is not None:
+            self._park(rows, self.waits)
         if self.records is not None:
             self._record(self.records, chunk.experts, alive, rows, starts)
-        if self.on_finished is not None and self.ended[rows].any():
-            self.on_finished(rows[self.ended[rows]], self.rollout())
+        self._hand_on(rows[self.ended[rows]])
+
+    def _hand_on(self, rows: np.ndarray) -> None:
+        if self.on_finished is not None and rows.size:
+            self.on_finished(rows, self.rollout())
+
+    def _park(self, rows: np.ndarray, waits: Waits) -> None:
+        """Rows that the policy has ended wait, if they have room and are to."""
+        lengths = self.mask.sum(axis=1)
+        for row in rows[self.complete[rows] & (lengths[rows] < self.limits[rows])].tolist():
+            if waits(row, self.tokens[row, : lengths[row]].tolist()):
+                self.parked[row], self.complete[row], self.ended[row] = True, False, False
+
+    def append(self, row: int, tokens: Sequence[int]) -> int:
+        """A row that waits goes on after these tokens, which the policy has not written; returns how many it has.
+
+        Raises:
+            InputError: the row does not wait, or has no room for the tokens and one of the policy.
+        """
+        known, limit = int(self.mask[row].sum()), int(self.limits[row])
+        if not self.parked[row] or not 0 < len(tokens) < limit - known:
+            raise InputError(
+                f"{len(tokens)} tokens for row {row} must be at least one and fewer than {limit - known}, and it must "
+                "wait for them"
+            )
+        new = slice(known, known + len(tokens))
+        self.tokens[row, new], self.mask[row, new], self.given[row, new] = tokens, True, True
+        self.parked[row] = False
+        return known + len(tokens)
+
+    def end(self, row: int) -> None:
+        """A row that waits ends as it is."""
+        self.parked[row], self.complete[row], self.ended[row] = False, True, True
+        if self.records is not None:
+            self.records.end(row, int(self.mask[row].sum()))
+        self._hand_on(np.array([row]))
 
     def _stop(self, rows: np.ndarray, starts: np.ndarray, stop: StopRule) -> None:
         for row, start in zip(rows, starts, strict=True):
-            kept = stop(self.tokens[row][self.mask[row]].tolist(), int(start))
+            kept = stop(self.tokens[row, self.mask[row]].tolist(), int(start))
             if kept is not None:
                 self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.pad_id, 0.0
                 self.complete[row] = True
@@ -76,18 +124,18 @@ class Responses:
     def _record(
         self, records: ExpertRecords, experts: Any, alive: np.ndarray, rows: np.ndarray, starts: np.ndarray
     ) -> None:
-        if experts is not None:  # waves draw the first token in prefill
+        if experts is not None:  # those of a prompt come in a call of their own
             records.add_chunk(rows, starts, experts[alive])
         for row in rows[self.ended[rows]].tolist():
             records.end(row, int(self.mask[row].sum()))
 
     def alive(self, rows: np.ndarray) -> np.ndarray:
-        """True for rows of a wave that belong to a response that has not ended."""
-        return (rows >= 0) & ~self.ended[rows]
+        """[b] True for rows that have not ended and do not wait; False for -1."""
+        return (rows >= 0) & ~(self.ended | self.parked)[rows]
 
-    def longest(self, rows: np.ndarray) -> int:
-        """Tokens to draw after which all responses of a wave have reached their limits."""
-        return int(self.room()[rows[rows >= 0]].max())
+    def waiting(self, rows: np.ndarray) -> np.ndarray:
+        """[b] True for rows that wait; False for -1."""
+        return (rows >= 0) & self.parked[rows]
 
     def room(self) -> np.ndarray:
         """[B] most tokens to draw for each response."""
@@ -103,11 +151,12 @@ class Responses:
 
     def rollout(self) -> Rollout:
         """The responses so far; their experts are not known before they end."""
-        return Rollout(self.tokens, self.mask, self.logprobs, self.complete)
+        by_policy = self.mask & ~self.given if self.given.any() else None
+        return Rollout(self.tokens, self.mask, self.logprobs, self.complete, by_policy)
 
 
 class JoinedResponses:
-    """Responses of several blocks of prompts, as the rows of one walk; those of absent blocks have ended."""
+    """Responses of several blocks of prompts, as the rows of one queue; those of absent blocks have ended."""
 
     def __init__(self) -> None:
         self.parts: dict[int, Responses] = {}  # by their first row
@@ -128,10 +177,24 @@ class JoinedResponses:
 
     def alive(self, rows: np.ndarray) -> np.ndarray:
         """As `Responses.alive`."""
-        alive = np.zeros(len(rows), bool)
+        return self._any(rows, Responses.alive)
+
+    def waiting(self, rows: np.ndarray) -> np.ndarray:
+        """As `Responses.waiting`."""
+        return self._any(rows, Responses.waiting)
+
+    def tokens_of(self, row: int) -> np.ndarray:
+        """Tokens of a response after those that it has begun with, as far as they are known."""
         for first, part in self.parts.items():
-            alive |= part.alive(_own_rows(first, part, rows))
-        return alive
+            if first <= row < first + len(part.limits):
+                return part.tokens[row - first, part.begun[row - first] : part.mask[row - first].sum()]
+        return np.zeros(0, np.int32)
+
+    def _any(self, rows: np.ndarray, ask: Callable[[Responses, np.ndarray], np.ndarray]) -> np.ndarray:
+        found = np.zeros(len(rows), bool)
+        for first, part in self.parts.items():
+            found |= ask(part, _own_rows(first, part, rows))
+        return found
 
 
 def _fetched(chunk: Chunk, *records: ExpertRecords | None) -> Chunk:

@@ -16,7 +16,8 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
-from dapo_jax.rollout.engine import Generation, GivenUp, RolloutEngine, StopRule
+from dapo_jax.rollout.engine import Engine, GivenUp, Request
+from dapo_jax.rollout.responses import StopRule
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.stops import stop_rule
 
@@ -26,7 +27,7 @@ class Sampler:
     """Samples responses: an engine on a mesh, between prompts and verified responses."""
 
     tokenizer: Tokenizer
-    engine: RolloutEngine
+    engine: Engine
     mesh: Mesh
     stop: tuple[str, ...]  # a response ends with the first of these strings
     stage: Stage
@@ -58,16 +59,16 @@ class Sampler:
             prompt_lengths: [N] tokens of those; None = of all `prompts`.
             version: training steps that the policy has seen.
         """
-        generation = self.engine.open(
+        request = Request(
             weights,
-            num_samples=num_samples,
-            purpose=purpose,
-            sampling=sampling,
+            num_samples,
+            purpose,
+            sampling,
             prompt_lengths=prompts.lengths if prompt_lengths is None else prompt_lengths,
             num_prompts=num_prompts,
             stop=self.stop_rule,
         )
-        stream = SampleStream(generation, prompts, version, self.stage, overlaps=self.engine.overlaps)
+        stream = SampleStream(self.engine, request, prompts, version, self.stage)
         try:
             yield stream
         finally:
@@ -112,12 +113,9 @@ class Sampler:
 class SampleStream:
     """Responses of one policy, sampled in the order in which they are asked for."""
 
-    def __init__(
-        self, generation: Generation, prompts: PromptSet, version: int, stage: Stage, *, overlaps: bool
-    ) -> None:
-        self._generation, self._prompts, self._version, self._stage = generation, prompts, version, stage
-        self._under_way: list[Verification] = []
-        self.overlaps = overlaps  # see RolloutEngine
+    def __init__(self, engine: Engine, request: Request, prompts: PromptSet, version: int, stage: Stage) -> None:
+        self._engine, self._request, self._prompts, self._version = engine, request, prompts, version
+        self._stage, self._under_way = stage, list[Verification]()
         self.given_up = GivenUp()  # known once the stream is closed
 
     def sample(
@@ -131,12 +129,12 @@ class SampleStream:
         """
         tokens = [self._prompts.tokens[row] for row in rows]
         with self._stage("gen"):
-            wait = self._generation.add(tokens, numbers, on_finished=verification.begin)
+            pending = self._engine.submit(tokens, numbers, self._request, on_finished=verification.begin)
         self._under_way.append(verification)
 
         def finish() -> Experience:
             with self._stage("gen"):
-                rollout = wait()
+                rollout = pending.wait()
             with self._stage("reward"):
                 verdicts = verification.wait()
             self._under_way.remove(verification)
@@ -146,7 +144,7 @@ class SampleStream:
 
     def close(self) -> None:
         """Gives up what has not been waited for."""
-        self.given_up = self._generation.close()
+        self.given_up = self._engine.give_up()
         for verification in self._under_way:
             verification.cancel()
 
@@ -192,6 +190,18 @@ def verified_groups(
         error=max(errors, key=lambda error: errors[error], default=""),
         work=rollout.work,
     )
+
+
+def unverified_groups(
+    rollout: Rollout,
+    prompts: list[list[int]],
+    rows: Sequence[int],
+    numbers: Sequence[int],
+    texts: Sequence[str],
+    versions: np.ndarray | int,
+) -> Experience:
+    """As `verified_groups`, without verdicts."""
+    return verified_groups(rollout, prompts, rows, numbers, texts, [Verdict({}, None, None)] * len(texts), versions)
 
 
 def by_group(values: Sequence[Any], num_samples: int) -> list[list[Any]]:

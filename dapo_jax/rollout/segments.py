@@ -17,7 +17,7 @@ from dapo_jax.data.experience import Experience, with_records
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rollout.engine import Begun
-from dapo_jax.rollout.sampler import Sampler, by_group, verified_groups
+from dapo_jax.rollout.sampler import Sampler, unverified_groups, verified_groups
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 
 DRAWN = ("responses", "mask", "logprobs", "finished")  # fields of groups and rollouts, in the order of the latter
@@ -59,7 +59,7 @@ def begin_groups(
         numbers: address of each row's random draws.
         version: training steps that the policy has seen.
     """
-    tokens, shape = [prompts.tokens[row] for row in rows], (len(rows), num_samples)
+    tokens = [prompts.tokens[row] for row in rows]
     with sampler.stage("gen"):
         rollout = sampler.engine.generate(
             weights,
@@ -71,22 +71,7 @@ def begin_groups(
             stop=sampler.stop_rule,
             limits=np.full(len(rows) * num_samples, segments.length),
         )
-    return Experience(
-        numbers=np.array(numbers, np.int64),
-        rows=np.array(rows, np.int64),
-        prompts=tokens,
-        responses=rollout.responses.reshape(*shape, -1),
-        mask=rollout.mask.reshape(*shape, -1),
-        logprobs=rollout.logprobs.reshape(*shape, -1),
-        finished=rollout.finished.reshape(shape),
-        texts=[[""] * num_samples for _ in rows],
-        scores={},
-        versions=np.full(len(rows), version, np.int64),
-        failed=np.zeros(shape, bool),
-        experts=None if rollout.experts is None else by_group(rollout.experts, num_samples),
-        prompt_experts=rollout.prompt_experts,
-        work=rollout.work,
-    )
+    return unverified_groups(rollout, tokens, rows, numbers, [""] * len(rollout.mask), version)
 
 
 def continue_groups(

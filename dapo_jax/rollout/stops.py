@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
-from dapo_jax.rollout.engine import StopRule
+from dapo_jax.rollout.responses import StopRule
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 

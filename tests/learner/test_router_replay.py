@@ -58,7 +58,7 @@ def batch() -> Batch:
 @functools.cache
 def sampled() -> Batch:
     """Responses of an engine, with what it has recorded."""
-    return batch_of(roll_out(engine("waves", one_device_mesh())))
+    return batch_of(roll_out(engine("stretches", one_device_mesh())))
 
 
 def sequence(responses, mask, row) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from dapo_jax.models.attention import (
     attention,
     causal_attention,
     queries_at_once,
-    shared_prompt_attention,
     visible_in_bins,
 )
 
@@ -95,22 +94,3 @@ def test_windows_in_bins_count_positions():
         visible = np.asarray(visible_in_bins(bins, window))[0, :8]
         assert ["".join("abcdefgh"[slot] for slot in np.flatnonzero(row)) for row in visible] == expected.split()
     assert XLA.pairs(bins, 2).tolist() == [81]
-
-
-def test_attention_behind_a_shared_prompt_is_capped():
-    """Two rows behind one prompt of three tokens, with two tokens of their own."""
-    draw = np.random.default_rng(0).normal
-    query, own, prompt = (
-        3 * draw(size=shape).astype(np.float32) for shape in ((2, 1, 4, 6), (2, 2, 2, 2, 6), (2, 1, 3, 2, 6))
-    )
-    (prompt_key, prompt_value), (key, value) = prompt, own
-    of_rows = np.moveaxis(key, 1, 3), value.swapaxes(1, 2), np.ones((1, 1, 2), bool)
-    of_prompt = np.moveaxis(prompt_key, 1, 3), prompt_value.swapaxes(1, 2), np.array([[False, True, True]])
-    found = jax.jit(shared_prompt_attention)(query, *of_rows, *of_prompt, 0.7)
-    keys, values = (
-        np.concatenate([np.repeat(prompt, 2, axis=0), row], axis=1)
-        for prompt, row in ((prompt_key, key), (prompt_value, value))
-    )
-    visible = np.broadcast_to(np.array([False, True, True, True, True]), (2, 1, 5))
-    np.testing.assert_allclose(found, jit_attention(query, keys, values, visible, 0.7), atol=1e-6)
-    assert np.abs(found - jit_attention(query, keys, values, visible, None)).max() > 0.1

@@ -7,18 +7,10 @@ import numpy as np
 import pytest
 from models.checkpoints import DATA, NAMES, model, score
 
-from dapo_jax.models.layer_cache import LayerCache, last_columns, layer_cache
 from dapo_jax.models.layers import layer_weights
 from dapo_jax.models.remat import POLICIES
-from dapo_jax.models.transformer import decode, forward, logits, positions_of, prefill
+from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices
-
-PROMPT_LENGTHS, SAMPLES, RESPONSE = (6, 1, 4), 2, 5  # three prompts, left-padded to six tokens
-PAST_WINDOW = 50  # tokens of a response that is much longer than the windows of the models
-
-jit_prefill = jax.jit(prefill, static_argnums=3)
-jit_decode = jax.jit(decode, static_argnums=6)
-jit_logits = jax.jit(logits, static_argnums=2)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -32,13 +24,13 @@ def loss_and_gradient(params, tokens, mask, arch, remat="none"):
     return jax.value_and_grad(loss)(params)
 
 
-def small_model(name, dtype=np.float32):
+def small_model(name):
     """Of the first two layers only, or of one repetition of their kinds, which compile faster."""
     arch, params = model(name)
     num_layers = max(2, len(arch.pattern))
     arch = dataclasses.replace(arch, num_layers=num_layers)
     params = params | {"layers": {name: leaf[:num_layers] for name, leaf in params["layers"].items()}}
-    return arch, cast_matrices(params, arch, dtype)
+    return arch, cast_matrices(params, arch, np.float32)
 
 
 def unstack(params, arch):
@@ -47,42 +39,6 @@ def unstack(params, arch):
 
 def random_tokens(arch, *shape, seed=0):
     return np.random.default_rng(seed).integers(0, arch.vocab_size, shape, np.int32)
-
-
-def prompts_and_responses(arch, prompt_lengths=PROMPT_LENGTHS, response=RESPONSE):
-    """Left-padded prompts [Q, P], their mask, responses [B, R], rows [B, P + R] of both and their mask."""
-    width = max(prompt_lengths)
-    prompts = random_tokens(arch, len(prompt_lengths), width)
-    prompt_mask = np.arange(width) >= width - np.array(prompt_lengths)[:, None]
-    responses = random_tokens(arch, len(prompt_lengths) * SAMPLES, response, seed=1)
-    rows = np.concatenate([prompts.repeat(SAMPLES, 0), responses], axis=1)
-    row_mask = np.concatenate([prompt_mask.repeat(SAMPLES, 0), np.ones_like(responses, bool)], axis=1)
-    return prompts, prompt_mask, responses, rows, row_mask
-
-
-def decode_logits(params, arch, prompts, prompt_mask, responses, window):
-    """Logits [B, R + 1, V] before each response token and after the last, fed through the cache."""
-    params = unstack(params, arch)  # as the engines do
-    last_hidden, prompt_caches, _ = jit_prefill(params, prompts, prompt_mask, arch)
-    make = functools.partial(np.zeros, dtype=prompt_caches[0][0].dtype)
-    sizes = {"rows": len(responses), "prompts": len(prompts), "width": prompts.shape[1], "window": window}
-    empty = [layer_cache(make, kind, arch, **sizes) for kind in arch.layers]
-    caches = [
-        LayerCache(*last_columns(cache, *prompt), cache.key, cache.value)
-        for cache, prompt in zip(empty, prompt_caches, strict=True)
-    ]
-    samples = len(responses) // len(prompts)
-    first_position = prompt_mask.sum(1, dtype=np.int32).repeat(samples)
-    scores = [np.repeat(jit_logits(params, last_hidden, arch), samples, 0)]
-    for index, tokens in enumerate(responses.T):
-        positions = first_position + np.int32(index)
-        hidden, caches, _ = jit_decode(params, tokens, positions, prompt_mask, caches, np.int32(index), arch)
-        scores.append(jit_logits(params, hidden, arch))
-    return np.stack(scores, axis=1)
-
-
-def logprobs(scores, tokens):
-    return np.take_along_axis(np.asarray(jax.nn.log_softmax(scores)), tokens[..., None], axis=-1)[..., 0]
 
 
 # Layers are stacked for training and a list for decoding, which the tests below compare with stacked ones: as a list,
@@ -98,42 +54,6 @@ def test_logits_equal_those_of_transformers(name, layers):
     scores = score(unstack(params, arch) if layers == "list" else params, reference["input_ids"], mask, arch)
     assert scores.dtype == jnp.float32
     np.testing.assert_allclose(scores[mask], reference["logits"][mask], rtol=0, atol=1e-4)
-
-
-@pytest.mark.short("qwen2_bias_tied")
-@pytest.mark.parametrize("name", NAMES)
-def test_decoding_after_a_shared_prefill_equals_forward(name):
-    arch, params = small_model(name)
-    prompts, prompt_mask, responses, rows, row_mask = prompts_and_responses(arch)
-    decoded = decode_logits(params, arch, prompts, prompt_mask, responses, window=RESPONSE)
-    expected = score(params, rows, row_mask, arch)[:, prompts.shape[1] - 1 :]
-    np.testing.assert_allclose(decoded, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.short("gemma3")
-@pytest.mark.parametrize("name", ["gemma3", "gemma2_softcap", "olmo3", "mistral_sliding"])
-def test_decoding_passes_its_window_several_times(name):
-    """Prompts are shorter and longer than the window, and its layers hold keys and values of no more than it."""
-    arch, params = small_model(name)
-    assert arch.window == 16 and PAST_WINDOW > 3 * arch.window
-    prompts, prompt_mask, responses, rows, row_mask = prompts_and_responses(arch, (21, 3, 40), PAST_WINDOW)
-    decoded = decode_logits(params, arch, prompts, prompt_mask, responses, window=PAST_WINDOW)
-    expected = score(params, rows, row_mask, arch)[:, prompts.shape[1] - 1 :]
-    np.testing.assert_allclose(decoded, expected, rtol=0, atol=1e-4)
-
-
-def test_neither_a_wider_cache_nor_the_empty_prompt_of_another_row_changes_a_row():
-    arch, params = small_model("qwen2_bias_tied")
-    prompts, prompt_mask, responses, *_ = prompts_and_responses(arch)
-    narrow, wide = (
-        decode_logits(params, arch, prompts, prompt_mask, responses, window) for window in (RESPONSE, 3 * RESPONSE)
-    )
-    np.testing.assert_allclose(narrow, wide, rtol=0, atol=1e-5)
-    prompt_mask[1] = False
-    found = decode_logits(params, arch, prompts, prompt_mask, responses, RESPONSE)
-    assert np.isfinite(found).all()
-    others = np.arange(len(responses)) // SAMPLES != 1
-    np.testing.assert_array_equal(found[others], narrow[others])
 
 
 @pytest.mark.short("mixed")
@@ -163,18 +83,6 @@ def test_rematerialisation_changes_no_value_and_no_gradient(policy):
     mask = np.ones_like(tokens, bool)
     kept, recomputed = (loss_and_gradient(params, tokens, mask, arch, remat) for remat in ("none", policy))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), kept, recomputed)
-
-
-@pytest.mark.short("qwen3_qknorm")
-@pytest.mark.parametrize("name", ["qwen2_bias_tied", "qwen3_qknorm"])
-def test_bfloat16_decoding_and_forward_agree_within_small_divergence(name):
-    arch, params = small_model(name, dtype=jnp.bfloat16)
-    prompts, prompt_mask, responses, rows, row_mask = prompts_and_responses(arch)
-    decoded = decode_logits(params, arch, prompts, prompt_mask, responses, RESPONSE)[:, :-1]
-    trained = score(params, rows, row_mask, arch)[:, prompts.shape[1] - 1 : -1]
-    assert trained.dtype == jnp.float32
-    difference = logprobs(trained, responses) - logprobs(decoded, responses)
-    assert 0 <= np.mean(np.exp(difference) - difference - 1) < 1e-4
 
 
 @pytest.mark.slow

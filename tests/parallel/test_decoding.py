@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from shapes import ARCH, mesh_of
-from small_policy import actor_settings, engine_settings
+from small_policy import LENGTH, actor_settings, engine_settings
 
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.parallel.sharding import lookup
 from dapo_jax.preflight.hlo_costs import program_costs
-from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.rollout.wave_programs import lower_chunk
+from dapo_jax.rollout.layout import choose_layout
+from dapo_jax.rollout.lengths import LengthHistory
+from dapo_jax.rollout.programs import Calls
 
 
 @pytest.mark.parametrize("vocab_size", [896, 1000], ids=["seven_blocks", "broken_blocks"])
@@ -24,8 +25,9 @@ def test_logits_stay_on_their_devices(vocab_size):
     actor = build_actor(actor_settings(arch=arch), mesh)
     with jax.set_mesh(mesh):
         weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
-        sampling, shape = Sampling.create(1.0, 1.0, -1), {"rows": rows, "prompts": rows, "width": 8, "window": 16}
-        text = lower_chunk(settings, weights, sampling, **shape).compile().as_text()
+        layout = choose_layout(settings, None, np.dtype(np.float32), [8] * rows, 1, LengthHistory(LENGTH), 0.0)
+        assert layout.slots == rows
+        text = Calls(settings, weights, layout, None).lower_decode(layout.first_shape).compile().as_text()
     assert text is not None
     share = 4 * rows * vocab_size / 2  # bytes of a device's logits
     largest = max(one.bytes / one.count for one in program_costs(text, [0, 0]).collectives if one.kind == "all-gather")

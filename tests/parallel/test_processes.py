@@ -345,24 +345,27 @@ def test_processes_train_alike(tmp_path, two, number, devices, changes):
 
 FILTER = "algorithm.filter_groups"
 CARRIED = {f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 3}
-GROWING = {f"{FILTER}.leftover": "carry", "data.max_response_length": 80}  # rows become fewer and the cache grows
+GROWING = {  # fewer slots than responses, of several chunks
+    f"{FILTER}.leftover": "carry",
+    "data.max_response_length": 80,
+    "rollout.decode_chunk_length": 8,
+    "rollout.max_num_seqs": 16,
+}
 TAUGHT = {  # by the first policy, which has something to say from the second step on
     "algorithm.distillation.path": "random",
     "algorithm.distillation.form": "top_k",
     "algorithm.distillation.top_k": 6,
 }
-IN_SLOTS = {"rollout.engine": "slots", "rollout.decode_chunk_length": 8, "rollout.max_num_seqs": 16}
 
 
 @pytest.mark.parametrize(
-    "changes",  # pairs of an engine and what happens to leftover groups
+    "changes",  # what happens to leftover groups
     [
         {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream", **TAUGHT},
-        {**CARRIED, "rollout.segment_length": 2, "data.max_response_length": 6, "rollout.engine": "slots"},
+        {**CARRIED, "rollout.segment_length": 2, "data.max_response_length": 6},
         pytest.param(GROWING, marks=pytest.mark.full),
-        pytest.param({**GROWING, **IN_SLOTS}, marks=pytest.mark.full),
     ],
-    ids=["waves with a teacher", "segments", "growing waves", "growing slots"],
+    ids=["a queue with a teacher", "segments", "few slots"],
 )
 @pytest.mark.slow
 def test_processes_sample_and_keep_alike(tmp_path, changes):

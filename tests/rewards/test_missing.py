@@ -222,8 +222,8 @@ def test_the_policy_and_an_equal_reference_keep_the_groups_whose_score_differs(t
     """Before, every group passed the filter in step 1: two passes differ in the last digits."""
     schedules = {
         "score": {"algorithm.filter_groups.metric": "score"},
-        "waves": {},
-        "slots": {"rollout.engine": "slots", "data.gen_batch_size": 5},
+        "rounds": {},
+        "small rounds": {"data.gen_batch_size": 5},
         "mesh": {"mesh.fsdp": 2, "mesh.data": 4, "actor.ppo_micro_batch_size_per_device": 1},
     }
     names = ("dynamic_sampling/trained_tokens", "critic/score/mean", "data/prompts_consumed")
@@ -234,7 +234,7 @@ def test_the_policy_and_an_equal_reference_keep_the_groups_whose_score_differs(t
         found[name] = [row[metric] for metric in names], row["actor/grad_norm"]
     for name in schedules:
         assert found[name][0] == found["score"][0], name
-        assert found[name][1] == pytest.approx(found["waves"][1], rel=1e-3), name
+        assert found[name][1] == pytest.approx(found["rounds"][1], rel=1e-3), name
 
 
 CARRIED = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 3}

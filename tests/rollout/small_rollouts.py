@@ -22,19 +22,17 @@ from dapo_jax.models.transformer import Params, forward, logits, positions_of
 from dapo_jax.models.vocabulary_blocks import BLOCK
 from dapo_jax.models.weights import init_params
 from dapo_jax.parallel.sharding import replicated
-from dapo_jax.rollout import slots as slots_module
-from dapo_jax.rollout.engine_base import EngineBase
-from dapo_jax.rollout.engine_settings import EngineSettings
+from dapo_jax.rollout import engine as engine_module
+from dapo_jax.rollout.engine import Engine
+from dapo_jax.rollout.layout import EngineSettings
 from dapo_jax.rollout.programs import Programs
+from dapo_jax.rollout.queue import Queue
 from dapo_jax.rollout.sampling import TRAIN, Sampling, row_keys, sample
-from dapo_jax.rollout.slot_queue import SlotQueue
-from dapo_jax.rollout.slots import SlotEngine
-from dapo_jax.rollout.waves import WaveEngine
 
 FREE, GREEDY = Sampling.create(1.0, 1.0, -1), Sampling.create(0.0, 1.0, -1)
 PAD, SAMPLES = 0, 4
 # Of an engine's settings, those that its programs do not depend on.
-SCHEDULE = {"max_num_seqs": 0, "memory_share": 1.0, "smallest_rows": 1, "lookahead": 0, "seed": 0}
+SCHEDULE = {"max_num_seqs": 0, "memory_share": 1.0, "lookahead": 0, "seed": 0}
 
 
 class SharedPrograms(Programs):
@@ -56,18 +54,18 @@ class SharedPrograms(Programs):
 
 
 @functools.cache
-def _found(kind: type, settings: EngineSettings) -> dict:
+def _found(kind: Any, settings: EngineSettings) -> dict:
     return {}
 
 
 def shared(engine: Any) -> Any:
     """The engine, with the programs of all engines like it."""
     settings = dataclasses.replace(engine.settings, **SCHEDULE)
-    engine.programs = SharedPrograms(settings.mesh, _found(type(engine), settings))
+    engine.programs = SharedPrograms(settings.mesh, _found(engine.attend, settings))
     return engine
 
 
-def called(engine: EngineBase) -> list[Any]:
+def called(engine: Engine) -> list[Any]:
     """Keys of the programs that an engine of `shared` has decoded with."""
     assert isinstance(engine.programs, SharedPrograms)
     return engine.programs.called
@@ -95,22 +93,15 @@ class Rollouts:
         own |= {"max_response_length": self.length, "chunk_length": 8}
         return engine_settings(mesh or shapes.one_device_mesh(), **{**own, **changes})
 
-    def waves(self, mesh: Mesh | None = None, **changes: Any) -> WaveEngine:
-        """One wave that shrinks to 32 rows."""
-        return shared(WaveEngine(self.settings(mesh, **{"smallest_rows": 32, **changes})))
-
-    def slots(self, mesh: Mesh | None = None, **changes: Any) -> SlotEngine:
-        """16 slots for all rows."""
-        return shared(SlotEngine(self.settings(mesh, **{"max_num_seqs": 16, **changes}), attend_gathered))
-
-    def engine(self, kind: str, mesh: Mesh | None = None, **changes: Any) -> EngineBase:
-        """ "waves" or "slots"."""
-        return self.waves(mesh, **changes) if kind == "waves" else self.slots(mesh, **changes)
+    def engine(self, kind: str, mesh: Mesh | None = None, **changes: Any) -> Engine:
+        """16 slots for all rows, with "pages" or "stretches"."""
+        attend = {"pages": attend_gathered, "stretches": None}[kind]
+        return shared(Engine(self.settings(mesh, **{"max_num_seqs": 16, **changes}), attend))
 
     def on(self, mesh: Mesh) -> Params:
         return jax.device_put(self.params, replicated(mesh))
 
-    def sample(self, engine: EngineBase, *, sampling: Sampling = FREE, **options: Any) -> Rollout:
+    def sample(self, engine: Engine, *, sampling: Sampling = FREE, **options: Any) -> Rollout:
         mesh = engine.settings.mesh
         own = {"prompts": self.prompts, "numbers": self.numbers, "num_samples": SAMPLES, "purpose": TRAIN}
         with jax.set_mesh(mesh):
@@ -122,7 +113,7 @@ class Rollouts:
     @functools.cached_property
     def reference(self) -> Rollout:
         """All rows have a slot from the start, on one device."""
-        found = self.sample(self.slots(max_num_seqs=1000))
+        found = self.sample(self.engine("pages", max_num_seqs=1000))
         self.assert_drawn(found, FREE)
         return found
 
@@ -163,28 +154,29 @@ def assert_same(found: Rollout, expected: Rollout, rows: Any = slice(None), *, t
     np.testing.assert_allclose(found.logprobs, expected.logprobs[rows], atol=tolerance)
 
 
-def queues_of(monkeypatch: pytest.MonkeyPatch, pages: int | None = None) -> list[SlotQueue]:
+def queues_of(monkeypatch: pytest.MonkeyPatch, pages: int | None = None) -> list[Queue]:
     """The queues that engines make from now on, with so many pages a shard; None = as many as they take."""
-    queues: list[SlotQueue] = []
+    queues: list[Queue] = []
 
-    def made(layout):
-        queues.append(SlotQueue(layout))
+    def made(layout, **options):
+        queues.append(Queue(layout, **options))
         return queues[-1]
 
     def layout_of(*args, **sizes):
-        layout = layout_of_slots(*args, **sizes)
+        layout = choose_layout(*args, **sizes)
         return dataclasses.replace(layout, pages=pages or layout.pages)
 
-    layout_of_slots = slots_module.layout_of_slots
-    monkeypatch.setattr(slots_module, "layout_of_slots", layout_of)
-    monkeypatch.setattr(slots_module, "SlotQueue", made)
+    choose_layout = engine_module.choose_layout
+    monkeypatch.setattr(engine_module, "choose_layout", layout_of)
+    monkeypatch.setattr(engine_module, "Queue", made)
     return queues
 
 
-def assert_all_pages_are_free(queue: SlotQueue) -> None:
+def assert_all_pages_are_free(queue: Queue) -> None:
     for shard in queue.shards:
         assert sorted(shard.free) == list(range(1, queue.layout.pages)) and not shard.prompts and not shard.left
-        assert sorted(shard.windows.free) == list(range(1, queue.layout.window_pages))
+        assert not shard.parked and not shard.returning
+        assert sorted(shard.free_windows) == list(range(1, queue.layout.window_pages))
 
 
 @functools.cache

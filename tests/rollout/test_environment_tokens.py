@@ -8,7 +8,7 @@ from small_run import small_config
 
 from dapo_jax.learner import learner as learner_module
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.rollout.waves import WaveEngine
+from dapo_jax.rollout.responses import Responses
 from dapo_jax.training import train
 
 pytestmark = pytest.mark.slow
@@ -27,13 +27,13 @@ def trained_batch(directory, monkeypatch):
 def test_the_loss_leaves_out_what_an_environment_wrote(tmp_path, monkeypatch):
     plain, metrics = trained_batch(tmp_path / "plain", monkeypatch)
     np.testing.assert_array_equal(plain.loss_mask, plain.mask)
-    finished = WaveEngine.finished
+    plain_rollout = Responses.rollout
 
     def with_environment(*args):
-        rollout = finished(*args)
+        rollout = plain_rollout(*args)
         return dataclasses.replace(rollout, by_policy=np.broadcast_to(np.arange(4) != 1, rollout.mask.shape))
 
-    monkeypatch.setattr(WaveEngine, "finished", with_environment)
+    monkeypatch.setattr(Responses, "rollout", with_environment)
     mixed, mixed_metrics = trained_batch(tmp_path / "mixed", monkeypatch)
     np.testing.assert_array_equal(mixed.mask, plain.mask)
     np.testing.assert_array_equal(mixed.loss_mask, plain.mask & (np.arange(plain.mask.shape[1]) != 1))

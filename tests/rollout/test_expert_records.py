@@ -1,19 +1,22 @@
-"""Engines record the experts that tokens went to: those of one pass over the whole sequence."""
+"""The engine records the experts that tokens went to: those of one pass over the whole sequence."""
 
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from rollout.small_rollouts import shared
 from shapes import mesh_of, one_device_mesh
-from small_experts import ARCH, LENGTH, NUMBERS, PROMPTS, SAMPLES, chosen_by_forward, engine, roll_out
+from small_experts import ARCH, LENGTH, NUMBERS, PROMPTS, SAMPLES, chosen_by_forward, engine, params, roll_out
 
 from dapo_jax.data.containers import Rollout
+from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.architecture import Choices
-from dapo_jax.rollout.engine import Begun
+from dapo_jax.parallel.sharding import replicated
+from dapo_jax.rollout.engine import Begun, Request
 from dapo_jax.rollout.expert_records import ExpertRecords
-from dapo_jax.rollout.sampling import EVALUATE
+from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 
 CHOICES = Choices(layers=1, per_token=1, dtype="int8")
 
@@ -35,20 +38,19 @@ def assert_recorded(rollout: Rollout) -> None:
 @functools.cache
 def recorded():
     """Few slots, one device."""
-    return roll_out(shared(engine("slots", one_device_mesh(), max_num_seqs=8)))
+    return roll_out(shared(engine("pages", one_device_mesh(), max_num_seqs=8)))
 
 
 @pytest.mark.slow
-@pytest.mark.long("slots-(1, 1, 1)-{'max_num_seqs': 8}", "waves-(2, 2, 2)")  # each engine on another mesh
+@pytest.mark.long("pages-(1, 1, 1)-{'max_num_seqs': 8}", "stretches-(2, 2, 2)")  # each kind on another mesh
 @pytest.mark.parametrize(
     ("kind", "shape", "changes"),
     [
-        ("waves", (1, 1, 1), {"smallest_rows": 8}),
-        ("waves", (1, 1, 1), {"lookahead": 2, "max_num_seqs": 1024}),
-        ("waves", (2, 2, 2), {"max_num_seqs": 24}),
-        ("slots", (1, 1, 1), {"max_num_seqs": 8}),
-        ("slots", (1, 1, 1), {"lookahead": 2, "max_num_seqs": 7}),
-        ("slots", (2, 2, 2), {"max_num_seqs": 24}),
+        ("stretches", (1, 1, 1), {"lookahead": 2, "max_num_seqs": 1024}),
+        ("stretches", (2, 2, 2), {"max_num_seqs": 24}),
+        ("pages", (1, 1, 1), {"max_num_seqs": 8}),
+        ("pages", (1, 1, 1), {"lookahead": 2, "max_num_seqs": 7}),
+        ("pages", (2, 2, 2), {"max_num_seqs": 24}),
     ],
     ids=str,
 )
@@ -61,8 +63,8 @@ def test_records_are_the_choices_of_a_pass_over_the_sequence(kind, shape, change
 
 
 @pytest.mark.slow
-@pytest.mark.long("slots")
-@pytest.mark.parametrize("kind", ["waves", "slots"])
+@pytest.mark.long("pages")
+@pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_a_continued_response_keeps_the_records_of_its_first_tokens(kind):
     """The records of the first segment are marked, so that ones made again would show."""
     whole = recorded()
@@ -85,16 +87,16 @@ def test_a_continued_response_keeps_the_records_of_its_first_tokens(kind):
     assert all((before == 99).all() for before in marked)  # they were not written to
 
 
-@pytest.mark.short("slots")
-@pytest.mark.parametrize("kind", ["waves", "slots"])
+@pytest.mark.short("pages")
+@pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_nothing_is_recorded_for_evaluation(kind):
     rollout = roll_out(shared(engine(kind, one_device_mesh(), max_num_seqs=8)), purpose=EVALUATE)
     assert rollout.experts is None and rollout.prompt_experts is None
 
 
 @pytest.mark.slow
-@pytest.mark.long("waves")
-@pytest.mark.parametrize("kind", ["waves", "slots"])
+@pytest.mark.long("stretches")
+@pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_nothing_is_recorded_with_the_option_off(kind):
     off = roll_out(engine(kind, one_device_mesh(), choices=None))
     np.testing.assert_array_equal(off.responses, recorded().responses)
@@ -130,3 +132,31 @@ def test_a_row_that_begins_again_is_recorded_again():
             records.add_chunk(np.array([0, 1]), np.array([start, start]), numbered(2, 3) + np.int8(10 * start))
     records.end(1, 4)
     assert records.prompts[0].ravel().tolist() == [3, 0] and records.responses[1].ravel().tolist() == [4, 5, 33]
+
+
+@pytest.mark.slow
+@pytest.mark.long("pages")
+@pytest.mark.parametrize("kind", ["pages", "stretches"])
+def test_a_response_that_returns_has_records_of_all_its_tokens(kind):
+    """Each waits once for two tokens of an environment."""
+    used, waited = shared(engine(kind, one_device_mesh(), max_num_seqs=8, lookahead=1)), set()
+
+    def waits(row, tokens):
+        return row not in waited and not waited.add(row)
+
+    with jax.set_mesh(one_device_mesh()):
+        weights = jax.device_put(unstack_layers(params(), ARCH), replicated(one_device_mesh()))
+        lengths = np.array([len(prompt) for prompt in PROMPTS])
+        sizes = {"prompt_lengths": lengths, "num_prompts": len(PROMPTS)}
+        request = Request(weights, SAMPLES, TRAIN, Sampling.create(1.0, 1.0, -1), **sizes, waits=waits)
+        pending = used.submit(PROMPTS, NUMBERS, request)
+        while used.step() or pending.parked.size:
+            for row in pending.parked.tolist():
+                try:
+                    pending.resume(row, [30 + row % 7, 50])
+                except ValueError:  # no room
+                    pending.end(row)
+        rollout = pending.wait()
+    used.close()
+    assert (~rollout.by_policy & rollout.mask).any(axis=1).sum() > 5
+    assert_recorded(rollout)

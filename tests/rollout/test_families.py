@@ -1,4 +1,4 @@
-"""Every checkpoint samples greedily as transformers does, in waves and in slots, on one device and on eight."""
+"""Every checkpoint samples greedily as transformers does, with pages and stretches, on one device and on eight."""
 
 import itertools
 import os
@@ -17,26 +17,25 @@ from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight
+from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.sampling import TRAIN
-from dapo_jax.rollout.slots import SlotEngine
-from dapo_jax.rollout.waves import WaveEngine
 
 DATA = Path(__file__).parents[1] / "models" / "data"
 NAMES = sorted(path.name for path in DATA.iterdir())
-EVERY_WAY = ("gemma3", "qwen3_moe")  # the others in waves on one device, and in slots on eight
+EVERY_WAY = ("gemma3", "qwen3_moe")  # the others with stretches on one device, and with pages on eight
 ONE = (1, 1, 1)
-ENGINES = {"waves": WaveEngine, "slots": lambda settings: SlotEngine(settings, attend_gathered)}
+KINDS = {"pages": attend_gathered, "stretches": None}
 SMOLLM2 = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXTS = ["The capital of France is", "1 2 3 4 5 6", "Once upon a time, in a village,", "def fibonacci(n):", "Water"]
 
 
-def sampled(path, engine, shape, given, num_samples=1, **settings):
+def sampled(path, kind, shape, given, num_samples=1, **settings):
     mesh, arch = mesh_of(shape), read_model_architecture(path)
     params = load_params(path, arch, place_weight(mesh, TRAIN_RULES))
     settings = {"arch": arch, "eos_ids": (arch.vocab_size,), "pad_id": 0, "chunk_length": 8, **settings}
     with jax.set_mesh(mesh):
         weights = build_decode_weights(arch, np.dtype("float32"), mesh)(params)
-        built = ENGINES[engine](engine_settings(mesh, **settings))
+        built = Engine(engine_settings(mesh, **settings), KINDS[kind])
         try:
             numbers = range(len(given))
             return built.generate(weights, given, numbers, num_samples=num_samples, purpose=TRAIN, sampling=GREEDY)
@@ -44,27 +43,27 @@ def sampled(path, engine, shape, given, num_samples=1, **settings):
             built.close()
 
 
-def lane(name, engine, shape):
-    """The long lane has each checkpoint in one way: in waves on one device and in slots on eight by turns."""
-    if (name, engine, shape) == ("gemma3", "slots", (2, 2, 2)):
+def lane(name, kind, shape):
+    """The long lane has each checkpoint in one way: with stretches on one device and with pages on eight by turns."""
+    if (name, kind, shape) == ("gemma3", "pages", (2, 2, 2)):
         return ()
-    usual = (engine == "waves") == (shape == ONE) and (NAMES.index(name) % 2 == 0) == (engine == "waves")
+    usual = (kind == "stretches") == (shape == ONE) and (NAMES.index(name) % 2 == 0) == (kind == "stretches")
     return pytest.mark.slow if usual else pytest.mark.full
 
 
 CASES = [
-    pytest.param(name, engine, shape, id=f"{name}-{engine}-{shape}", marks=lane(name, engine, shape))
-    for name, engine, shape in itertools.product(NAMES, ENGINES, (ONE, (2, 2, 2)))
-    if name in EVERY_WAY or (engine == "waves") == (shape == ONE)
+    pytest.param(name, kind, shape, id=f"{name}-{kind}-{shape}", marks=lane(name, kind, shape))
+    for name, kind, shape in itertools.product(NAMES, KINDS, (ONE, (2, 2, 2)))
+    if name in EVERY_WAY or (kind == "stretches") == (shape == ONE)
 ]
 
 
-@pytest.mark.parametrize(("name", "engine", "shape"), CASES)
-def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(name, engine, shape):
+@pytest.mark.parametrize(("name", "kind", "shape"), CASES)
+def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(name, kind, shape):
     """Prompts of 40, 3 and 21 tokens. Windows are of 16 tokens, chunks of 8."""
     num_samples, given = 1 if shape == ONE else 2, prompts(read_model_architecture(DATA / name).vocab_size)
     lengths = {"max_prompt_length": 40, "max_response_length": NEW}
-    found = sampled(DATA / name, engine, shape, given, num_samples, **lengths)
+    found = sampled(DATA / name, kind, shape, given, num_samples, **lengths)
     golden = np.load(DATA / name / "transformers.npz")
     expected, logprobs = (golden[key].repeat(num_samples, axis=0) for key in ("responses", "logprobs"))
     np.testing.assert_array_equal(found.responses, expected)
@@ -79,9 +78,7 @@ def test_greedy_responses_that_may_end_are_those_of_transformers(name):
     golden = np.load(Path(__file__).parent / "data" / "greedy.npz")
     given = [row[row >= 0].tolist() for row in golden[f"{name}_prompts"]]
     expected = golden[f"{name}_responses"]
-    found = sampled(
-        DATA / name, "waves", ONE, given, eos_ids=(2,), max_response_length=expected.shape[1], smallest_rows=8
-    )
+    found = sampled(DATA / name, "stretches", ONE, given, eos_ids=(2,), max_response_length=expected.shape[1])
     np.testing.assert_array_equal(found.responses, expected)
 
 
@@ -98,7 +95,7 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
     tokenizer = load_tokenizer(SMOLLM2)
     given = [tokenizer.encode(text) for text in TEXTS]
     ends = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
-    found = sampled(SMOLLM2, "waves", ONE, given, max_prompt_length=16, max_response_length=NEW, **ends)
+    found = sampled(SMOLLM2, "stretches", ONE, given, max_prompt_length=16, max_response_length=NEW, **ends)
     for prompt, tokens, mask in zip(given, found.responses, found.mask, strict=True):
         expected = peer.generate(
             torch.tensor([prompt]),

@@ -27,11 +27,11 @@ SEGMENTED = {
 }
 
 
-@pytest.mark.short("slots-(2, 2, 2)-40")
-@pytest.mark.long("waves-(1, 1, 1)-25", "slots-(2, 2, 2)-7")  # each engine, and the most segments once
+@pytest.mark.short("pages-(2, 2, 2)-40")
+@pytest.mark.long("stretches-(1, 1, 1)-25", "pages-(2, 2, 2)-7")  # each kind, and the most segments once
 @pytest.mark.parametrize("length", [7, 25, 40])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("kind", ["waves", "slots"])
+@pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_a_policy_that_does_not_change_draws_whole_responses(kind, shape, length, reference):
     built, segments = (
         dense().engine(kind, mesh_of(shape), max_num_seqs=24, lookahead=1),
@@ -54,7 +54,7 @@ def test_a_policy_that_does_not_change_draws_whole_responses(kind, shape, length
 
 
 @pytest.mark.slow
-def test_a_run_in_segments_is_killed_and_resumes_and_does_not_depend_on_the_engine(tmp_path, monkeypatch):
+def test_a_run_in_segments_is_killed_and_resumes_and_does_not_depend_on_the_slots(tmp_path, monkeypatch):
     config = small_config(tmp_path / "parts", **SEGMENTED)
     whole = train(small_config(tmp_path / "whole", **SEGMENTED))
     with monkeypatch.context() as patch:
@@ -74,7 +74,7 @@ def test_a_run_in_segments_is_killed_and_resumes_and_does_not_depend_on_the_engi
     other = {**SEGMENTED, "rollout.segment_length": 4, "trainer.total_training_steps": 7}
     with pytest.raises(ValueError, match="begun with another rollout.segment_length than the run's 4"):
         train(small_config(tmp_path / "parts", **other))
-    train(small_config(tmp_path / "slots", **SEGMENTED, **{"rollout.engine": "slots", "rollout.max_num_seqs": 16}))
+    train(small_config(tmp_path / "slots", **SEGMENTED, **{"rollout.max_num_seqs": 16}))
     for found, expected in zip(rows_without_clock(tmp_path / "slots"), rows, strict=True):
         assert found.keys() == expected.keys()
         for name in ("dynamic_sampling/trained_tokens", "data/prompts_consumed", "dynamic_sampling/num_begun"):

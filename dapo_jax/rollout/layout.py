@@ -1,0 +1,331 @@
+"""Host: the sizes of an engine: slots, pages, stretches and calls, from lengths and memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.data.padding import bucket
+from dapo_jax.errors import InputError
+from dapo_jax.models.architecture import Architecture, Choices
+from dapo_jax.models.attention import queries_at_once
+from dapo_jax.models.paged_attention import AttendPages, attend_gathered
+from dapo_jax.models.transformer import Params
+from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.rollout.lengths import LengthHistory
+
+ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is not faster
+CPU_CHUNK, CHUNK = 16, 32  # tokens of a chunk on CPUs and elsewhere, where none is set
+LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens
+WIDEST_STEP = 512  # tokens between two stretches
+PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
+PREFILL_BYTES = 2.0**30  # of a device's memory for one call of prefill, besides keys and values
+SCORES = 4  # float32 arrays of a row's scores of the vocabulary that a draw has in memory at once
+MARGIN = 0.3  # of the memory stays free of expected keys and values, the less the more equal lengths are
+CHEAP_ROWS = 64  # of a shard, that decode about as fast as fewer: what they take is reading the weights
+STEPS = 4  # of the ladder of pages, each a half of the one before; from an evenness of EQUAL on, when slots empty ...
+EQUAL, FEW_STEPS = 0.75, 2  # ... together, so many
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine needs to know before its first call."""
+
+    arch: Architecture
+    mesh: Mesh
+    eos_ids: tuple[int, ...]  # each of them ends a response
+    pad_id: int  # token where nothing was sampled; may equal an end-of-sequence token
+    max_prompt_length: int  # tokens
+    max_response_length: int  # tokens
+    max_num_seqs: int  # rows decoded at once; 0 = as many as fit the memory
+    memory_share: float  # of the free memory that keys and values may take where max_num_seqs is 0
+    chunk_length: int  # tokens between two looks for responses that have ended; 0 = the engine chooses
+    lookahead: int  # chunks dispatched before the result of one is read
+    seed: int
+    least_page: int = 1  # tokens of a page, at least
+    choices: Choices | None = None  # how the experts of tokens are recorded; None = they are not
+
+
+def cache_dtype(params: Params) -> np.dtype:
+    """Keys and values have the dtype of the matrices."""
+    return params["layers"][0]["query"].dtype
+
+
+def prefill_bytes(settings: EngineSettings, width: int) -> float:
+    """About what the prefill of one prompt takes on a device: attention scores and activations of one layer."""
+    arch, tensor = settings.arch, settings.mesh.shape["tensor"]
+    divided = 3 * arch.num_heads * queries_at_once(width) + 4 * arch.forward_size
+    return 4.0 * width * (divided / tensor + 8 * arch.hidden_size)
+
+
+class Shape(NamedTuple):
+    """That of a program that decodes."""
+
+    slots: int  # of a shard
+    stretch: int = 0  # tokens that a slot holds of what is drawn; 0 = pages
+
+
+class PrefillSize(NamedTuple):
+    """The shape of a call of prefill."""
+
+    width: int  # tokens of a prompt, with padding: whole pages
+    at_once: int  # prompts of each shard
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the slots, the pages and the calls."""
+
+    num_samples: int  # of a prompt
+    shards: int
+    ladder: tuple[int, ...]  # slots of a shard, and in the programs for the last rows, descending
+    pages: int  # of a shard, with page 0, which takes what nobody reads
+    page_length: int  # tokens of a page; with stretches of a whole prompt, else of a chunk
+    chunk: int  # tokens that are drawn between two looks at what has ended
+    row_pages: int  # of a prompt and a response, at most
+    prefills: tuple[PrefillSize, ...]  # the widest last
+    stretches: tuple[int, ...] = ()  # tokens that a row draws of which a slot may hold the keys, ascending; () = pages
+    window_pages: int = 0  # of a shard and a layer with a window, with page 0; 0 = no layer has one
+    reach: int = 0  # pages that a window reaches behind a chunk
+
+    @property
+    def slots(self) -> int:
+        """Of a shard."""
+        return self.ladder[0]
+
+    @property
+    def first_shape(self) -> Shape:
+        """With all slots."""
+        return Shape(self.slots, self.stretches[0] if self.stretches else 0)
+
+    @property
+    def open_prompts(self) -> int:
+        """Prompts of a shard that have pages, at most: one for each slot, and those that wait."""
+        return self.slots + 2 * self.prefills[0].at_once
+
+    def prompt_pages(self, length: int) -> int:
+        """Pages of a prompt, whose last token is not prefilled."""
+        return 1 if self.stretches else -(-(length - 1) // self.page_length)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of each row that prefill draws."""
+        return int(bool(self.stretches))
+
+    def rows(self, prompt: int) -> np.ndarray:
+        """[G] of a prompt."""
+        return np.arange(prompt * self.num_samples, (prompt + 1) * self.num_samples)
+
+    def own_pages(self, limit: int) -> int:
+        """Pages of a response of `limit` tokens: what its last chunk adds is never read."""
+        return 0 if self.stretches else max(-(-limit // self.page_length) - 1, 0)
+
+
+def choose_layout(
+    settings: EngineSettings,
+    attend: AttendPages | None,
+    dtype: np.dtype,
+    prompt_lengths: Sequence[int] | np.ndarray,
+    num_samples: int,
+    history: LengthHistory,
+    free_bytes: float,
+    *,
+    num_prompts: int | None = None,
+    max_tokens: int | None = None,
+) -> Layout:
+    """The sizes of a queue: as many slots as max_num_seqs, or else the memory and earlier lengths, allow.
+
+    Args:
+        attend: attention to pages; None = each slot holds a stretch.
+        dtype: of keys and values.
+        prompt_lengths: [Q] tokens of its prompts, or of prompts like them.
+        history: how long responses have been.
+        free_bytes: on each device, of which keys and values may take `memory_share`; 0 = not known.
+        num_prompts: of the queue; None = Q.
+        max_tokens: most to draw for a response; None = max_response_length.
+
+    Raises:
+        InputError: the memory does not hold the pages of the longest response.
+    """
+    drawn, shards = max_tokens or settings.max_response_length, num_batch_shards(settings.mesh)
+    rows = -(-(num_prompts or len(prompt_lengths)) // shards) * num_samples  # of a shard
+    width = prompt_width(int(max(prompt_lengths)), settings.max_prompt_length)
+    sizes = _Sizes(settings, dtype, num_samples, shards, rows, drawn, width, free_bytes)
+    if attend is None:
+        return _of_stretches(sizes)
+    return _of_pages(sizes, history, float(np.mean(prompt_lengths)), gathers=attend is attend_gathered)
+
+
+class _Sizes(NamedTuple):
+    """What stretches and pages follow from."""
+
+    settings: EngineSettings
+    dtype: np.dtype  # of keys and values
+    num_samples: int  # of a prompt
+    shards: int
+    rows: int  # of a shard
+    drawn: int  # most tokens of a response
+    width: int  # tokens of a prompt, at most, with padding
+    free_bytes: float
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that keys and values may take."""
+        return self.free_bytes * self.settings.memory_share
+
+    @property
+    def token_bytes(self) -> float:
+        """Of a token's keys and values in one layer on one device."""
+        arch = self.settings.arch
+        return 2 * arch.num_kv_heads * arch.head_dim / self.settings.mesh.shape["tensor"] * self.dtype.itemsize
+
+    def at_once(self, width: int) -> int:
+        """Prompts of this width in a call of prefill."""
+        return max(min(int(PREFILL_BYTES / prefill_bytes(self.settings, width)), PREFILLED // width), 1)
+
+
+def prompt_width(longest: int, limit: int) -> int:
+    """Width of prompts of which the longest has so many tokens: a bucket, at least a quarter of that of `limit`."""
+    return bucket(max(longest, bucket(limit) // 4))
+
+
+def _of_stretches(sizes: _Sizes) -> Layout:
+    """As many slots as fit if all responses are longest.
+
+    Chunks are equally long, as many as the longest response needs, and short: on a CPU the last rows take most of the
+    time, and few of their tokens should be drawn after their end.
+    """
+    settings, num_samples, width = sizes.settings, sizes.num_samples, sizes.width
+    further = max(sizes.drawn - 1, 1)  # after the token that prefill draws
+    chunk = -(-further // -(-further // (settings.chunk_length or CPU_CHUNK)))
+    stretches = stretches_of(further, chunk)
+    slots = min(sizes.rows, settings.max_num_seqs // sizes.shards or sizes.rows)
+    if not settings.max_num_seqs:
+        per_slot = sizes.token_bytes * settings.arch.num_layers * (width + stretches[-1])
+        slots = min(slots, int(sizes.memory / per_slot))
+    slots, at_once = max(slots, 1), sizes.at_once(width)
+    prompts = 2 + -(-slots // num_samples) + max(at_once // 2, 4 // num_samples, 1) + 2 * at_once
+    prefill = PrefillSize(width, min(at_once, -(-sizes.rows // num_samples)))
+    return Layout(
+        num_samples, sizes.shards, rungs(slots, slots.bit_length(), least=1), prompts, width, chunk, 1, (prefill,), stretches
+    )
+
+
+def stretches_of(tokens: int, chunk: int) -> tuple[int, ...]:
+    """Tokens of stretches, in whole chunks, up to `tokens`: each twice the one before, or WIDEST_STEP more."""
+    found, last = [chunk], -(-tokens // chunk) * chunk
+    while found[-1] < last:
+        more = min(found[-1], max(WIDEST_STEP // chunk, 1) * chunk)
+        found.append(min(found[-1] + more, last))
+    return tuple(found)
+
+
+def rungs(slots: int, steps: int, *, least: int) -> tuple[int, ...]:
+    """The ladder of slots: so many halves, down to `least` if there are so many."""
+    return tuple(dict.fromkeys(max(slots >> step, min(least, slots)) for step in range(steps)))
+
+
+def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool) -> Layout:
+    """As many slots as `_slots` says. A page has the tokens of a chunk.
+
+    Without decode_chunk_length a chunk has 32 tokens, with which few are drawn after the end of a short response, and
+    64 for long ones: larger pages are read faster, and the host looks less often. A chunk is no longer than the longest
+    response, rounded up to a power of two.
+    """
+    settings, drawn = sizes.settings, sizes.drawn
+    chosen = settings.chunk_length or (LONG_CHUNK if drawn >= LONG else CHUNK)
+    length = min(chosen, max(1 << (drawn - 1).bit_length(), settings.least_page))
+    prefills = _prefills(sizes, length)
+    prompt_pages, own_pages = prefills[-1].width // length, max(-(-drawn // length) - 1, 0)
+    row_pages = prompt_pages + own_pages
+    reach = _reach(settings, length, row_pages)
+    full, windowed = _pages(settings, length * sizes.token_bytes, own_pages, prompt_pages, reach)
+    # of a slot: a page in the making is in memory twice, as are the gathered pages of a layer
+    scores = 4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"]
+    per_slot = 2 * (full.bytes + windowed.bytes + gathers * row_pages * length * sizes.token_bytes) + scores
+    tokens = min(history.held(), drawn) + length / 2 + (mean_prompt + length / 2) / sizes.num_samples
+    per_row = tokens / length * full.bytes + min(tokens / length, windowed.own + windowed.prompt) * windowed.bytes
+    slots = _slots(sizes, history.evenness(), per_slot=per_slot, per_row=per_row)
+    pages, windows = (kind.most(slots, waiting=2 * prefills[0].at_once) for kind in (full, windowed))
+    if not settings.max_num_seqs or sizes.free_bytes > 0:
+        pages = min(pages, _pages_in(sizes.memory - slots * per_slot, full, windowed, pages, windows))
+    if pages < 1 + row_pages:
+        raise InputError(
+            f"the keys and values of a response of data.max_response_length={settings.max_response_length} tokens do "
+            f"not fit rollout.kv_memory_share={settings.memory_share} of {sizes.free_bytes / 2**30:.1f} free GiB on a "
+            "device"
+        )
+    steps = FEW_STEPS if history.evenness() >= EQUAL else STEPS
+    held = pages, length, length, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
+    return Layout(sizes.num_samples, sizes.shards, rungs(slots, steps, least=ROW_MULTIPLE), *held)
+
+
+def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -> int:
+    """Slots of a shard: max_num_seqs, or one for each row if they fit the memory; for few programs, a bucket of them.
+
+    Rows that do not all fit wait for slots. The last of them leave slots empty, the longer the less equal the lengths
+    are, so with few rows a part of the memory is left free.
+
+    Args:
+        per_slot, per_row: bytes that a slot takes, and that are expected of the keys and values of its row.
+    """
+    rows, most = sizes.rows, sizes.settings.max_num_seqs
+    if most:
+        return min(max(most // sizes.shards, 1), bucket(rows))
+    part = 1 - MARGIN * (1 - evenness)
+    fitting = int(part * sizes.memory / (part * per_slot + per_row))
+    if rows <= fitting:
+        return bucket(rows)
+    fitting = min(fitting, max(CHEAP_ROWS, int(evenness * rows)))
+    half = 1 << max(fitting, 1).bit_length() - 1
+    return half * 3 // 2 if fitting >= half * 3 // 2 else half
+
+
+class _Pages(NamedTuple):
+    """Pages of the layers with a window, or of those without."""
+
+    own: int  # of a response, at most
+    prompt: int  # of a prompt, at most
+    bytes: float  # of one in all these layers, on one device
+
+    def most(self, slots: int, *, waiting: int) -> int:
+        """As if all slots were at their longest, with a prompt for each and those that wait."""
+        return 1 + slots * self.own + (slots + waiting) * self.prompt
+
+
+def _pages(settings: EngineSettings, of_layer: float, own: int, prompt: int, reach: int) -> tuple[_Pages, _Pages]:
+    """Of the layers without a window, and of those with one; `of_layer` are the bytes of a page in one layer."""
+    layers = settings.arch.layers
+    windows = sum(kind.window is not None for kind in layers)
+    full = _Pages(own, prompt, of_layer * (len(layers) - windows))
+    return full, _Pages(min(reach, own), min(reach, prompt), of_layer * windows)
+
+
+def _reach(settings: EngineSettings, length: int, row_pages: int) -> int:
+    """Pages that a window reaches behind a chunk, at least one; 0 without layers that have a window."""
+    window = settings.arch.window
+    return 0 if window is None else min(max(-(-(window - 1) // length), 1), max(row_pages, 1))
+
+
+def _pages_in(memory: float, full: _Pages, windowed: _Pages, most: int, most_windows: int) -> int:
+    """Pages that fit the memory, if layers with a window have as many, but at most `most_windows`.
+
+    If all layers have a window, pages of the others take no memory: there are `most` of them once those of windows fit.
+    """
+    pages = memory / (full.bytes + windowed.bytes)
+    if windowed.bytes and pages > most_windows:
+        pages = (memory - most_windows * windowed.bytes) / full.bytes if full.bytes else most
+    return int(pages)
+
+
+def _prefills(sizes: _Sizes, length: int) -> tuple[PrefillSize, ...]:
+    """Calls of prefill of whole pages: from PREFILLED tokens on, each an eighth wider than the one before.
+
+    Only those that are used are compiled.
+    """
+    widths = [sizes.width]
+    while (narrower := widths[0] * 8 // 9) >= PREFILLED:
+        widths.insert(0, narrower)
+    return tuple(PrefillSize(-(-width // length) * length, sizes.at_once(width)) for width in widths)

@@ -1,0 +1,104 @@
+"""Device: keys and values in pages, which a kernel reads where they lie.
+
+Sizes: A pages of C tokens, M pages that a row has at most; pages are numbered on each shard of the batch, and page 0 of
+a shard takes what nobody reads. Layers with a window have fewer pages, R of a row: those that the window reaches from a
+chunk (shards.py). A chunk of C tokens goes to a tail of one page, which becomes a page in the end.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.paged_attention import AttendPages, attend_tail, merged
+from dapo_jax.parallel.sharding import constrain
+from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out
+
+
+@struct.dataclass
+class Pages:
+    """A `decoding.Cache`."""
+
+    layers: list[Any]  # [A, K, C, 2H] of each, see models/paged_attention.py; fewer pages of layers with a window
+    attend: AttendPages = struct.field(pytree_node=False)
+
+    def with_prompts(self, found: list[tuple[jax.Array, jax.Array]], places: Any, arch: Architecture) -> "Pages":
+        """With prompts of whole pages at `places`, of layers without a window [Q, P // C] and with one [Q, at most R].
+
+        The latter are for a prompt's end. Both are 0 where there is only padding.
+        """
+        layers = []
+        for kind, held, (key, value) in zip(arch.layers, self.layers, found, strict=True):
+            of_kind = places[0] if kind.window is None else places[1]
+            columns = of_kind.shape[1] * held.shape[2]
+            kept = _as_pages(key[..., -columns:], value[:, :, -columns:], held.shape[2])
+            layers.append(_put(held, kept, of_kind.reshape(-1)))
+        return self.replace(layers=layers)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def opened(self, plan: Plan, arch: Architecture) -> OpenedCache:
+        page_length = self.layers[0].shape[2]
+        cached = plan.prompt_lengths - 1  # tokens of the prompt in its pages, which end with the last of them
+        starts = -cached % page_length
+        ends = jnp.where(plan.numbers < 0, 0, cached + starts + plan.sampled)
+        attend_each = jax.shard_map(
+            functools.partial(self.attend, cap=arch.attention_cap),
+            in_specs=(HEADS, HEADS, ROWS, ROWS, ROWS),
+            out_specs=HEADS,
+            check_vma=False,
+        )
+
+        def attend(index, kind, layer, query, key, value):
+            held, tail = layer
+            new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
+            tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
+            table, first, last = plan.table, starts, ends
+            if kind.window is not None:
+                before = plan.windows.first * page_length  # tokens in pages that the table of windows does not have
+                table = plan.windows.table
+                first, last = jnp.maximum(starts, ends + index - kind.window + 1) - before, ends - before
+            paged = attend_each(query[:, 0], held, table, first, last)
+            newest = attend_tail(query[:, 0], tail, index, kind.window, arch.attention_cap)
+            return merged(paged, newest)[:, None], (held, tail)
+
+        def closed(tails: list[jax.Array]) -> Pages:
+            layers = [
+                _put(held, tail, plan.destinations if kind.window is None else plan.windows.destinations)
+                for kind, held, tail in zip(arch.layers, self.layers, tails, strict=True)
+            ]
+            return Pages(layers, self.attend)
+
+        rows = len(plan.numbers)
+        tails = laid_out([jnp.zeros((rows, *held.shape[1:]), held.dtype) for held in self.layers])
+        return OpenedCache(self.layers, tails, attend, closed)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("arch", "slots", "pages", "window_pages", "page_length", "dtype", "attend")
+)
+def empty_pages(
+    *, arch: Architecture, slots: int, pages: int, window_pages: int, page_length: int, dtype: Any, attend: AttendPages
+) -> Held:
+    """Slots without rows, and pages that hold nothing; all counted on all shards."""
+    shape = arch.num_kv_heads, page_length, 2 * arch.head_dim
+    numbers = [pages if kind.window is None else window_pages for kind in arch.layers]
+    cache = Pages([jnp.zeros((number, *shape), dtype) for number in numbers], attend)
+    return laid_out(Held(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
+
+
+def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:
+    """Keys [Q, K, H, P] and values [Q, K, P, H] of prompts as pages [Q * P // C, K, C, 2H]."""
+    both = jnp.concatenate([key.swapaxes(2, 3), value], axis=-1)
+    prompts, heads, width, size = both.shape
+    pages = both.reshape(prompts, heads, width // page_length, page_length, size).swapaxes(1, 2)
+    return constrain(pages.reshape(-1, heads, page_length, size), HEADS)
+
+
+def _put(held: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
+    """`held` with `pages` at `places`, each shard's own."""
+    local = jax.shard_map(
+        lambda held, pages, places: held.at[places].set(pages), in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS
+    )
+    return local(held, pages, places)

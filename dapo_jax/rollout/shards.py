@@ -1,0 +1,238 @@
+"""Host: the rows and pages of one shard of the batch.
+
+Rows wait for a slot in the order of their prompts. Too few pages: rows without a slot give up theirs, then the youngest
+rows; they begin again later, with the same tokens.
+
+Pages of a row are numbered from the first of its prompt. Layers with a window have a pool of their own: in a chunk
+that begins after n pages, a window reaches the last `reach` of them. A prompt has such pages for its last tokens, which
+its rows share. A row takes one for each chunk that it adds; once `reach` pages are its own, that is the oldest of them:
+this chunk reads it before it is written, and no later one sees it. So a shard needs at most `reach` pages for each slot
+and each open prompt.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from dapo_jax.rollout.layout import Layout
+
+Ask = Callable[[np.ndarray], np.ndarray]  # rows [B] -> [B] bool
+T = TypeVar("T")
+
+
+class Granted(NamedTuple):
+    """The pages that take what the next chunk of a row adds."""
+
+    page: int = 0  # page 0 takes what nobody reads
+    window_page: int = 0
+
+
+@dataclass
+class Row:
+    """A row that has begun."""
+
+    number: int
+    table: np.ndarray  # [M] pages of its prompt, then its own
+    prompt_pages: int
+    sampled: int  # tokens that are drawn or being drawn
+    slot: int = -1  # in the last chunk; it stays there while the ladder has it
+    pages: list[int] = field(default_factory=list)  # its own
+    seen: list[int] = field(default_factory=list)  # pages that a window sees, the newest last: its prompt's, its own
+    window_pages: list[int] = field(default_factory=list)  # of those its own, with that of the chunk being decoded
+
+
+class Shard:
+    """What the rows of a shard hold, by the lengths of what they have drawn.
+
+    Args:
+        limits: most tokens to draw for each row of the queue.
+        returns: rows may wait for tokens and return.
+    """
+
+    def __init__(self, layout: Layout, limits: list[int], *, returns: bool) -> None:
+        self.layout, self.limits, self.returns = layout, limits, returns
+        self.copied = bool(layout.stretches) and not returns  # a row that has begun no longer needs its prompt
+        self.live: list[Row] = []  # with a slot, the oldest first
+        self.waiting: deque[int] = deque()  # for a slot
+        self.returning: deque[Row] = deque()  # for a slot, with the pages of what they have drawn
+        self.parked: dict[int, Row | None] = {}  # for tokens; None = without pages
+        self.free = list(range(layout.pages - 1, 0, -1))
+        self.free_windows = list(range(layout.window_pages - 1, 0, -1))
+        self.prompts: dict[int, tuple[list[int], list[int]]] = {}  # pages of each, and those in layers with a window
+        self.left: dict[int, int] = {}  # rows of each prompt that still need it
+        self.given_up = 0  # rows
+
+    @property
+    def load(self) -> int:
+        """Rows that have a slot or wait for one."""
+        return len(self.live) + len(self.returning) + len(self.waiting)
+
+    def has_room(self, pages: int, *, most: int, longest: int) -> bool:
+        """Whether a prompt of so many pages may be opened, and the oldest row can still end then.
+
+        Args:
+            most: rows with a slot or waiting for one.
+            longest: pages of a response, at most.
+        """
+        if self.layout.reach and len(self.prompts) >= self.layout.open_prompts:
+            return False
+        held = sum(len(own) for own, _ in self.prompts.values())
+        return self.load < most and pages <= len(self.free) and held + pages + longest < self.layout.pages
+
+    def open(self, prompt: int, num_pages: int) -> tuple[list[int], list[int]]:
+        """A prompt's pages, and those of layers with a window for its last tokens; its rows wait from now on."""
+        windows = [self.free_windows.pop() for _ in range(min(num_pages, self.layout.reach))]
+        self.prompts[prompt] = [self.free.pop() for _ in range(num_pages)], windows
+        self.left[prompt] = self.layout.num_samples
+        self.waiting.extend(self.layout.rows(prompt).tolist())
+        return self.prompts[prompt]
+
+    def release(self, alive: Ask, waiting: Ask) -> None:
+        """Takes their slots from rows that have ended, with their pages, and from those that wait for tokens.
+
+        Args:
+            alive: whether the response is not known to have ended or to wait.
+            waiting: whether it waits.
+        """
+        live, self.live = self.live, []
+        for row, goes_on, waits in _asked([(row.number, row) for row in live], alive, waiting):
+            if goes_on and row.sampled < self.limits[row.number]:
+                self.live.append(row)
+            elif self.returns and (goes_on or waits):
+                self._park(row)
+            else:
+                self._free(row)
+                if not self.copied:
+                    self._done(row.number)
+        for number, goes_on, waits in _asked([(number, number) for number in self.parked], alive, waiting):
+            if not goes_on and not waits:
+                row = self.parked.pop(number)
+                if row is not None:
+                    self._free(row)
+                self._done(number)
+        queued, self.waiting = self.waiting, deque()
+        for number, goes_on, waits in _asked([(number, number) for number in queued], alive, waiting):
+            if goes_on:
+                self.waiting.append(number)
+            elif waits:  # after the token that prefill has drawn
+                self.parked[number] = None
+            else:
+                self._done(number)
+
+    def resume(self, number: int, known: int) -> None:
+        """A parked row goes on after its first `known` tokens; those since its last whole page are read again."""
+        row, length = self.parked.pop(number), self.layout.page_length
+        if row is None or known < length:
+            if row is not None:
+                self._free(row)
+            self.waiting.appendleft(number)
+            return
+        kept = min(known // length, len(row.pages))
+        self.free.extend(row.pages[kept:])
+        del row.pages[kept:]
+        row.table[row.prompt_pages + kept :] = 0
+        row.sampled = kept * length
+        self.returning.append(row)
+
+    def grant(self) -> dict[int, Granted]:
+        """Gives pages to each row that continues after the next chunk, the oldest first, and starts waiting rows."""
+        granted: dict[int, Granted] = {}
+        young: list[int] = []
+        live, self.live = deque(self.live), []
+        while live:
+            row = live.popleft()
+            if self._goes_on(row):
+                while not self._has_page() and live:
+                    young.append(self._give_up(live.pop()))
+                if not self.free:
+                    young.append(self._give_up(row))
+                    break
+                granted[row.number] = self._take(row)
+            self.live.append(row)
+        self.waiting.extendleft(young)
+        while not young and (self.returning or self.waiting) and len(self.live) < self.layout.slots:
+            if self.live and len(self.free) <= len(self.live) and not self.layout.stretches:
+                break  # for each row that lives, a page for its next chunk
+            row = self.returning.popleft() if self.returning else self._begin(self.waiting.popleft())
+            if self._goes_on(row):
+                assert self._has_page()
+                granted[row.number] = self._take(row)
+            self.live.append(row)
+        return granted
+
+    def held(self, row: Row) -> int:
+        """Pages of a row before its next chunk."""
+        return row.prompt_pages + row.sampled // self.layout.page_length
+
+    def advance(self, row: Row, slot: int, granted: Granted) -> None:
+        """The row's next chunk is decoded."""
+        if granted.page:
+            row.table[self.held(row)] = granted.page
+            if self.layout.reach:
+                row.seen.append(granted.window_page)
+                del row.seen[: -self.layout.reach]
+        row.slot, row.sampled = slot, row.sampled + self.layout.chunk
+
+    def _goes_on(self, row: Row) -> bool:
+        """Whether a row needs a page, as it may draw more after its next chunk."""
+        return not self.layout.stretches and row.sampled + self.layout.chunk < self.limits[row.number]
+
+    def _has_page(self) -> bool:
+        """Whether a page is free, once rows without a slot have given up theirs, the last to wait first."""
+        while not self.free and self.returning:
+            self.waiting.appendleft(self._give_up(self.returning.pop()))
+        holders = [row for row in self.parked.values() if row is not None]
+        while not self.free and holders:
+            self.parked[self._give_up(holders.pop())] = None
+        return bool(self.free)
+
+    def _begin(self, number: int) -> Row:
+        prompt, table = number // self.layout.num_samples, np.zeros(self.layout.row_pages, np.int32)
+        pages, windows = self.prompts[prompt]
+        table[: len(pages)] = pages
+        if self.copied:
+            self._done(number)
+        return Row(number, table, len(pages), self.layout.prefilled, seen=list(windows))
+
+    def _take(self, row: Row) -> Granted:
+        row.pages.append(self.free.pop())
+        if not self.layout.reach:
+            return Granted(row.pages[-1])
+        own = row.window_pages
+        own.append(self.free_windows.pop() if len(own) < self.layout.reach else own.pop(0))
+        return Granted(row.pages[-1], own[-1])
+
+    def _park(self, row: Row) -> None:
+        """A row without a slot keeps its pages, unless windows have left some, or the slot held what it has drawn."""
+        self.parked[row.number], row.slot = row, -1
+        if self.layout.reach or self.layout.stretches:
+            self._free(row)
+            self.parked[row.number] = None
+
+    def _give_up(self, row: Row) -> int:
+        self._free(row)
+        self.given_up += 1
+        return row.number
+
+    def _free(self, row: Row) -> None:
+        self.free.extend(row.pages)
+        self.free_windows.extend(row.window_pages)
+
+    def _done(self, number: int) -> None:
+        """A row no longer needs its prompt."""
+        prompt = number // self.layout.num_samples
+        self.left[prompt] -= 1
+        if not self.left[prompt]:
+            pages, windows = self.prompts.pop(prompt)
+            self.free.extend(pages)
+            self.free_windows.extend(windows)
+            del self.left[prompt]
+
+
+def _asked(rows: Sequence[tuple[int, T]], alive: Ask, waiting: Ask) -> Iterator[tuple[T, bool, bool]]:
+    """(number of a row, what stands for it) -> what stands for it, whether it is alive, and whether it waits."""
+    numbers = np.array([number for number, _ in rows], np.int64)
+    return zip([one for _, one in rows], alive(numbers).tolist(), waiting(numbers).tolist(), strict=True)
