@@ -49,7 +49,7 @@ runs_every_command() {
   dapo-jax data aime-2024 --input "$folder/tests/scripts/data/aime24.jsonl"
   dapo-jax evaluate --config tiny --config.model.path=runs/tiny
   dapo-jax export --config tiny --output exported
-  dapo-jax preflight --config tiny --quick --json preflight.json > preflight.txt
+  dapo-jax preflight --config tiny --json preflight.json > preflight.txt
   dapo-jax monitor runs/tiny
   dapo-jax report runs/tiny
   dapo-jax sweep --config tiny --seeds 0 --output runs/sweep trainer.total_training_steps=2

@@ -1,7 +1,7 @@
 """Host: the preflight command: compiles every program of a training step for hardware you do not have.
 
     python -m dapo_jax.preflight --config FILE [--config.key=value ...] [--topology v5p:4x4x8] [--lengths LENGTHS]
-                                 [--quick] [--json FILE]
+                                 [--json FILE]
 
 Prints the memory per device by kind, the FLOPs, bytes and collectives per step, a lower bound on the step's time, and
 whether it fits; if not, which setting to change first. All this is for the longest case: prompts and responses as long
@@ -49,14 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default="",
         help=f"of prompts and responses, for the expected time: {FORM}, or the metrics.jsonl of a run",
     )
-    parser.add_argument("--quick", action="store_true", help="compile few programs of the engine, interpolate the rest")
     parser.add_argument("--json", help="write the JSON report to this file instead of printing it last")
     given, rest = parser.parse_known_args(arguments)
     command = ["preflight", *rest]
     with refusals(command):
         config = read_config(command)
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
-        report = preflight(config, given.topology, lengths=given.lengths, quick=given.quick, progress=sys.stderr)
+        report = preflight(config, given.topology, lengths=given.lengths, progress=sys.stderr)
         say(tables(report))
         if given.json:
             Path(given.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

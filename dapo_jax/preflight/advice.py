@@ -1,5 +1,6 @@
 """Host: which setting to change first when a training step does not fit in memory."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from dapo_jax.config.sections import Config
@@ -32,9 +33,9 @@ def advise(
         worst = max((one for one in programs if one.program.stage == stage), key=lambda one: one.total)
         if worst.total <= memory:
             continue
-        smaller_cache = _smaller_cache(worst, step.rows, memory, config.rollout.n)
         cures = {
-            CACHE: smaller_cache or [*more_tensor, "lower data.max_response_length"],
+            CACHE: _smaller_cache(worst, step, memory, config.rollout.n)
+            or [*more_tensor, "lower data.max_response_length"],
             DECODING: more_tensor,
             PARAMETERS: more_shards,
             OPTIMIZER: more_shards,
@@ -51,12 +52,15 @@ def advise(
     return lines
 
 
-def _smaller_cache(worst: Compiled, rows: int, memory: float, num_samples: int) -> list[str]:
-    """As many rows of whole groups as fit next to everything else, if any do."""
+def _smaller_cache(worst: Compiled, step: Step, memory: float, num_samples: int) -> list[str]:
+    """As many pages, or slots of whole groups, as fit next to everything else, if any do."""
     if not worst.bytes[CACHE]:
         return []
     room = max(memory - (worst.total - worst.bytes[CACHE]), 0.0)
-    fitting = int(rows * room / worst.bytes[CACHE]) // num_samples * num_samples
+    if "pages" in step.sizes:  # which fill their share of what is free, with any number of slots
+        share = math.floor(100 * room / (room + worst.bytes[TEMPORARIES])) / 100 if room else 0.0
+        return [f"set rollout.kv_memory_share={share}"] if share else []
+    fitting = int(step.rows * room / worst.bytes[CACHE]) // num_samples * num_samples
     return [f"set rollout.max_num_seqs={fitting}"] if fitting else []
 
 

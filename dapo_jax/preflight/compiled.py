@@ -17,12 +17,12 @@ TEMPORARIES = "temporaries"
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program, or one like compiled ones. `bytes` and `costs` are per device, `costs` also per call."""
+    """A compiled program. `bytes` and `costs` are per device, `costs` also per call."""
 
     program: Program
     bytes: dict[str, float]  # in memory during a call, by kind
     costs: Costs | None  # None if XLA refuses the program because it exceeds the device's memory
-    compile_s: float | None  # None if it is not compiled: interpolation.py has its costs from others
+    compile_s: float
 
     @property
     def total(self) -> float:

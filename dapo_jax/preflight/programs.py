@@ -26,9 +26,8 @@ from dapo_jax.models.weights import build_freeze, unflatten, weight_table
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.sharding import TRAIN_RULES, weight_sharding
 from dapo_jax.preflight.lengths import Lengths
+from dapo_jax.preflight.rollout import RoundPlan, plan_round
 from dapo_jax.preflight.step_batch import StepBatch
-from dapo_jax.rollout.engines import plan_round
-from dapo_jax.rollout.round_plan import RoundPlan
 from dapo_jax.settings import actor_settings, critic_settings, engine_settings
 from dapo_jax.teacher import read_teacher, teacher_micro_batches, teacher_settings
 
@@ -49,8 +48,6 @@ class Program:
     lower: Lower  # sets the mesh that the program runs on
     inside: Sizes  # arguments and results that outlive the call
     beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
-    family: str = ""  # the costs of programs of one family are linear in `features`; "" = not known
-    features: tuple[float, ...] = ()
     # scores that a kernel of attention computes for a bin and a head; None = those on and below the diagonal.
     # Of paged attention, all keys that the rows of a device read.
     pairs: float | None = None
@@ -95,7 +92,6 @@ def step_programs(
     responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
     with jax.set_mesh(meshes.sampling):
         plan = plan_round(
-            config.rollout.engine,
             engine_settings(config, arch, eos_ids, pad_id, meshes.sampling),
             builder.decoding,
             segment_length=config.rollout.segment_length,
@@ -175,7 +171,7 @@ class _Builder:
     def rollout(self, plan: RoundPlan) -> Iterator[Program]:
         """The programs of the engine."""
         for program in plan.programs:
-            inside, beside = {CACHE: device_bytes(program.cache)}, {CACHE: device_bytes(program.other_cache)}
+            inside, beside = {CACHE: device_bytes(program.cache)}, dict[str, float]()
             (inside if program.reads_weights else beside).update(self.decoding_bytes)
             yield Program(
                 program.stage,
@@ -184,8 +180,6 @@ class _Builder:
                 program.lower,
                 inside,
                 {**self.state, **beside},
-                program.family,
-                program.features,
                 program.pairs,
             )
 

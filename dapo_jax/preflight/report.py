@@ -36,7 +36,6 @@ from dapo_jax.places import place_of
 from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, compile_program
 from dapo_jax.preflight.hlo_costs import Costs
-from dapo_jax.preflight.interpolation import complete, to_compile
 from dapo_jax.preflight.lengths import Lengths, all_longest, parse_lengths
 from dapo_jax.preflight.programs import Program, Step, step_programs
 from dapo_jax.settings import chosen_attention, compute_dtype
@@ -45,15 +44,11 @@ USABLE = 0.95  # share of a device's memory: the rest goes to the runtime and to
 PARTS = ("products", "memory", "collectives", "total")  # of an estimated time
 
 
-def preflight(
-    config: Config, topology: str, *, lengths: str = "", quick: bool = False, progress: Any = None
-) -> dict[str, Any]:
+def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any = None) -> dict[str, Any]:
     """The report on `config` for the devices of `topology` (see `devices_of`), ready for JSON.
 
     Args:
         lengths: of prompts and responses, for the expected time, as in `parse_lengths`; "" = none.
-        quick: compile only a few of the engine's programs, and interpolate the costs of the others, as is always done
-            for those that only `lengths` calls.
         progress: a file for a line per program.
 
     Raises:
@@ -78,9 +73,7 @@ def preflight(
     if other is not None:  # what only shorter lengths call must fit too
         called = [one for one in other.programs if one.calls and one.key not in keys]
         programs += [dataclasses.replace(one, calls=0.0) for one in called]
-    few = to_compile(programs)
-    chosen = few if quick else [one for one in programs if one in few or one.key in keys]
-    compiled = complete(programs, _compile_all(chosen, mesh, cache, progress))
+    compiled = _compile_all(programs, mesh, cache, progress)
     attention = chosen_attention(config, arch, mesh)[0]
     return {
         "model": {
@@ -201,7 +194,7 @@ def as_json(compiled: Compiled, limits: Limits, expected: Step | None = None) ->
         "bytes": compiled.bytes,
         "costs": dataclasses.asdict(costs) if costs is not None else None,
         "seconds": seconds(costs, limits) if costs is not None else None,
-        "compile_s": round(compiled.compile_s, 1) if compiled.compile_s is not None else None,
+        "compile_s": round(compiled.compile_s, 1),
     }
 
 

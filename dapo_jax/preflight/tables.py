@@ -102,9 +102,11 @@ def _responses_of_evaluation(config: Mapping[str, Any]) -> tuple[int, list[str]]
 
 
 def _rollout(plan: Mapping[str, int]) -> str:
-    if "slots" in plan:
-        return f"{plan['slots']} slots and {plan['pages']} pages of {plan['page_tokens']} tokens"
-    return f"{plan['waves']} waves of {plan['rows_of_a_wave']} rows"
+    if "slot_tokens" in plan:
+        return f"{plan['slots']} slots of {plan['slot_tokens']} tokens"
+    if "waves" in plan:  # an older report
+        return f"{plan['waves']} waves of {plan['rows_of_a_wave']} rows"
+    return f"{plan['slots']} slots and {plan['pages']} pages of {plan['page_tokens']} tokens"
 
 
 def _axes(mesh: Mapping[str, int]) -> str:

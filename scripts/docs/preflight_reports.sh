@@ -14,7 +14,7 @@ report() { # name, arguments of the preflight
   local name="$1"
   shift
   if [[ -n "$chosen" && " $chosen " != *" $name "* ]]; then return; fi
-  python -m dapo_jax.preflight "$@" --quick --json "docs/results/preflight_$name.json" > /dev/null
+  python -m dapo_jax.preflight "$@" --json "docs/results/preflight_$name.json" > /dev/null
 }
 
 chosen="$*"

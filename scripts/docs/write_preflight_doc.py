@@ -72,6 +72,9 @@ def page() -> str:
     shown = markdown_table([_longest(name, report) for name, report in found.items()])
     if expected := [_expected(name, report) for name, report in found.items() if "expected" in report]:
         shown += f"\n\nAt other lengths, clipped at the limit of the config:\n\n{markdown_table(expected)}"
+    if older := [name for name, report in found.items() if "waves" in report["plan"]]:
+        line = f"Of an earlier version, whose engine decoded rows in waves that began together: {', '.join(older)}."
+        shown += f"\n\n{textwrap.fill(line, 120, break_on_hyphens=False)}"
     return MADE.sub(lambda match: f"{match[1]}\n{shown}\n\n{match[2]}", PAGE.read_text())
 
 

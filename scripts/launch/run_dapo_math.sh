@@ -34,7 +34,7 @@ prepare() { # NAME PUBLISHED_FILE: the file may be empty
 preflight() {
   local report
   report=$(mktemp)
-  "$python" -m dapo_jax.preflight --config "$config" "$@" --topology "$topology" --quick --json "$report"
+  "$python" -m dapo_jax.preflight --config "$config" "$@" --topology "$topology" --json "$report"
   "$python" -c 'import json, sys; sys.exit(0 if json.load(open(sys.argv[1]))["fits"] else 1)' "$report" || {
     echo "run_dapo_math: the run does not fit; the report above says what to change" >&2
     exit 2

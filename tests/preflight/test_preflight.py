@@ -69,7 +69,7 @@ def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkey
     monkeypatch.setattr(report, "limits_of", lambda device: Limits("device", 10 * GIB, 1e9, 1e9, 1e9))
     changes = {"data.max_prompt_length": 8, "data.max_response_length": 60, "rollout.max_num_seqs": 64}
     config = small_config("unused", **DIVIDED, **changes)
-    found = preflight(config, "cpu", lengths="lognormal:median=10,sigma=0.3", quick=True)
+    found = preflight(config, "cpu", lengths="lognormal:median=10,sigma=0.3")
     expected, longest = found["expected"], found["stages"]
     assert expected["response_tokens"]["median"] == pytest.approx(10, abs=1) and expected["prompt_tokens"]["max"] == 8
     assert 0 < expected["step_seconds"] < found["step_seconds"] and found["fits"]
@@ -220,9 +220,9 @@ RECOMPUTED = {"model.enable_gradient_checkpointing": True}
 CACHED = measured("decode", **{CACHE.replace(" ", "_"): 16, "parameters": 2})
 
 
-def advice_of(taken, changes, *meshes, gib=10):
+def advice_of(taken, changes, *meshes, gib=10, **sizes):
     """What is advised on a step that needs so much, where a device has so many GiB."""
-    config, step = small_config("unused", **changes), Step((), 0.0, {"waves": 1}, rows=128, micro_batches=1)
+    config, step = small_config("unused", **changes), Step((), 0.0, sizes, rows=128, micro_batches=1)
     training, sampling = (mesh_of(shape) for shape in (meshes * 2)[:2])
     return advise(config, read_shape(config), Meshes(training, sampling), step, [taken], gib * GIB, attention="xla")
 
@@ -244,6 +244,11 @@ def test_advice_names_the_setting_to_change_first(taken, changes, advice):
     (line,) = advice_of(taken, changes, (1, 4, 1))
     assert line.split("; ")[1].startswith(advice), line
     assert not advice_of(taken, changes, (1, 4, 1), gib=99)
+
+
+def test_pages_leave_room_for_what_is_computed():
+    (line,) = advice_of(measured("decode", KV_cache=6, parameters=2, temporaries=4), {}, (1, 4, 1), pages=999)
+    assert line.split("; ")[1] == "set rollout.kv_memory_share=0.5"
 
 
 def test_passes_that_do_not_fit_are_divided_by_more_tensor_in_training_alone():

@@ -5,13 +5,15 @@ from small_run import small_config
 from dapo_jax.base_models import read_model
 from dapo_jax.learner import trainable
 from dapo_jax.meshes import make_meshes
+from dapo_jax.models import paged_attention, paged_attention_gpu
 from dapo_jax.models.flops import token_flops
 from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.preflight import rollout
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
 from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
 from dapo_jax.preflight.step_batch import StepBatch
-from dapo_jax.rollout import slots, waves
-from dapo_jax.rollout.programs import Programs
+from dapo_jax.rollout import devices
+from dapo_jax.rollout.programs import Calls, Programs
 from dapo_jax.training import train
 
 ONE_LAYER = {"model.random.num_layers": 1}
@@ -43,7 +45,7 @@ def programs_of(config, **changes):
 def texts_of_a_run(config) -> set[tuple[str, str]]:
     """The lowered text of what a run of one step calls."""
     seen = set()
-    call, get = trainable.WithFrozen.__call__, Programs.get
+    call, get, make = trainable.WithFrozen.__call__, Programs.get, Calls.empty
 
     def called(self, *arguments):
         seen.add(("learner", self.lower(*arguments).as_text()))
@@ -60,12 +62,17 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
 
         return called
 
-    prefilling = [(waves, "empty_wave"), (waves, "prefill_part"), (slots, "empty_slots"), (slots, "prefill_pages")]
+    def made(self, shape=None):
+        empty = make(self, shape)
+        if shape is None:
+            seen.add(("empty", empty.func.lower(**empty.keywords).as_text()))
+        return empty
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainable.WithFrozen, "__call__", called)
         patch.setattr(Programs, "get", got)
-        for module, name in prefilling:
-            patch.setattr(module, name, seen_by(getattr(module, name)))
+        patch.setattr(Calls, "empty", made)
+        patch.setattr(devices, "prefill", seen_by(devices.prefill))
         train(config)
     return seen
 
@@ -75,11 +82,11 @@ TEACHER = {"algorithm.distillation.path": "random", "algorithm.distillation.form
 
 
 @pytest.mark.short("full")
-@pytest.mark.long("slots", "teacher")
+@pytest.mark.long("adapters", "teacher")
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"rollout.engine": "slots", **ADAPTERS}, TEACHER, {"actor.policy_loss.loss_mode": "kl_cov"}],
-    ids=["full", "slots and adapters", "teacher", "drawn tokens"],
+    [{}, ADAPTERS, TEACHER, {"actor.policy_loss.loss_mode": "kl_cov"}],
+    ids=["full", "adapters", "teacher", "drawn tokens"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
     config = small_config(tmp_path, **{**ONE_LAYER, **ONE_STEP, **changes})
@@ -88,9 +95,10 @@ def test_a_run_calls_these_programs(tmp_path, changes):
     assert not missing
 
 
-def test_shorter_responses_read_fewer_keys_of_the_pages():
-    changes = {"rollout.engine": "slots", "data.max_response_length": 40, "rollout.decode_chunk_length": 8}
-    config = one_step(**changes)
+def test_shorter_responses_read_fewer_keys_of_the_pages(monkeypatch):
+    attending = [paged_attention.attend_gathered, paged_attention_gpu.attend, paged_attention_gpu.attend]
+    monkeypatch.setattr(rollout, "page_attention", lambda settings: (attending.pop(), ""))
+    config = one_step(**{"data.max_response_length": 40, "rollout.decode_chunk_length": 8})
     longest = programs_of(config)
     shorter = programs_of(config, lengths=parse_lengths("lognormal:median=12,sigma=0.5", config.data))
     assert longest.sizes == shorter.sizes == {"slots": 128, "pages": longest.sizes["pages"], "page_tokens": 8}
@@ -100,15 +108,17 @@ def test_shorter_responses_read_fewer_keys_of_the_pages():
     chunks = sum(program.calls * program.pairs for program in shorter.programs if program.stage == "decode")
     assert 0 < chunks < whole.calls * whole.pairs
     assert shorter.work["decode"].computed < longest.work["decode"].computed
+    gathered = programs_of(config)  # where no kernel attends, whole tables are read
+    assert {program.pairs for program in gathered.programs if program.stage == "decode"} == {None}
+    assert gathered.work["decode"].computed > longest.work["decode"].computed
 
 
 def test_a_step_of_segments_begins_responses_and_continues_those_of_the_steps_before():
     """8 prompts of 8 tokens, 16 responses of 12 in segments of 5: per step 128 begin, and 2 x 128 continue."""
-    whole = programs_of(one_step(**{"data.max_response_length": 12}))
     carry = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 3}
     config = one_step(**carry, **{"data.max_response_length": 12, "rollout.segment_length": 5})
     step, flops = programs_of(config), token_flops(read_model(config)[0])
-    assert step.sizes == {**whole.sizes, "continued_waves": 2, "continued_rows_of_a_wave": 128}
+    assert step.sizes == {"slots": 128, "slot_tokens": 8 + 4, "continued_slots": 128, "continued_slot_tokens": 24 + 4}
     begun = 8 * flops.of_prompts(np.array([8.0]))
     again = 128 * flops.of_prompts(np.array([8.0 + 5, 8 + 10]))
     assert step.work["prefill"].needed == pytest.approx(begun + again)

@@ -79,9 +79,7 @@ def test_the_stages_follow_each_other_with_the_same_options(checkout):
     alone = "<--config.mesh.fsdp=1> <--config.mesh.tensor=1> <--config.trainer.num_processes=1>"
     data = "interpreter <-m> <dapo_jax.tools.data>"
     assert [dapo, aime] == [f"{data} <dapo-math-17k> <--input> <published 17k.parquet>", f"{data} <aime-2024>"]
-    assert preflight.startswith(
-        f"interpreter <-m> <dapo_jax.preflight> {options} <--topology> <gpu> <--quick> <--json> "
-    )
+    assert preflight.startswith(f"interpreter <-m> <dapo_jax.preflight> {options} <--topology> <gpu> <--json> ")
     train, evaluate, export = (
         f"interpreter <-m> <dapo_jax.{name}> {options}" for name in ("train", "evaluate", "export")
     )

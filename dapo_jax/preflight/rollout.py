@@ -1,0 +1,141 @@
+"""Host: what the rollout engine compiles and calls in a training step, from shapes alone; on CPUs without copies."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.data.work import Work, total_work
+from dapo_jax.models.paged_attention import attend_gathered
+from dapo_jax.models.transformer import Params
+from dapo_jax.rollout.engine import page_attention
+from dapo_jax.rollout.layout import EngineSettings, cache_dtype, choose_layout
+from dapo_jax.rollout.lengths import LengthHistory
+from dapo_jax.rollout.programs import Calls
+from dapo_jax.rollout.work import Counted, walk_lengths
+
+CONTINUED = "continued"  # begins the names of what continues responses
+
+
+@dataclass(frozen=True)
+class RoundProgram:
+    """A compiled function of the engine."""
+
+    stage: str  # "prefill" or "decode"
+    name: str
+    calls: float  # per round
+    lower: Callable[[], jax.stages.Lowered]  # call it under `jax.set_mesh`
+    cache: Any  # shapes of the keys and values that are in memory
+    reads_weights: bool = True  # the decoding weights are an argument
+    pairs: float | None = None  # keys that a kernel of attention reads for all rows of a device; None = no kernel
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """The programs of one generation round."""
+
+    programs: list[RoundProgram]
+    rows: int  # decoded at once, on all devices
+    sizes: Mapping[str, int]  # for a report
+    work: Mapping[str, Work]  # computed and needed, by stage
+
+
+def plan_round(
+    settings: EngineSettings,
+    weights: Params,
+    *,
+    segment_length: int,
+    response_lengths: np.ndarray,
+    prompt_lengths: np.ndarray,
+    free_bytes: float,
+) -> RoundPlan:
+    """The round of an engine that has sampled such responses before, with responses and prompts of these lengths.
+
+    With partial rollouts, a step begins such responses, and continues those of as many steps before it as the longest
+    one takes.
+
+    Args:
+        weights: shapes and shardings of the decoding weights.
+        segment_length: tokens that a response advances per step; 0 = whole responses.
+        response_lengths: [Q, G] tokens, at most max_response_length.
+        prompt_lengths: [Q] tokens, at most max_prompt_length.
+        free_bytes: on each device, before the first call.
+    """
+
+    def planned(responses: np.ndarray, prompts: np.ndarray) -> RoundPlan:
+        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None)
+
+    if not segment_length:
+        return planned(response_lengths, prompt_lengths)
+    first = planned(np.minimum(response_lengths, segment_length), prompt_lengths)
+    prompts, drawn = [], []
+    for begun in range(segment_length, int(response_lengths.max()), segment_length):
+        group, sample = np.nonzero(response_lengths > begun)
+        prompts.append(prompt_lengths[group] + begun)
+        drawn.append(np.minimum(response_lengths[group, sample] - begun, segment_length))
+    if not prompts:
+        return first
+    further = planned(np.concatenate(drawn)[:, None], np.concatenate(prompts))
+    continued = [replace(program, name=f"{CONTINUED}: {program.name}") for program in further.programs]
+    return RoundPlan(
+        programs=[*first.programs, *continued],
+        rows=max(first.rows, further.rows),
+        sizes={**first.sizes, **{f"{CONTINUED}_{name}": size for name, size in further.sizes.items()}},
+        work=total_work([first.work, further.work]),
+    )
+
+
+def _plan(
+    settings: EngineSettings,
+    weights: Params,
+    responses: np.ndarray,
+    prompts: np.ndarray,
+    free_bytes: float,
+    max_tokens: int | None,
+) -> RoundPlan:
+    history = LengthHistory(settings.max_response_length)
+    history.add(responses.reshape(-1))
+    (attend, _), samples = page_attention(settings), responses.shape[1]
+    layout = choose_layout(
+        settings, attend, cache_dtype(weights), prompts, samples, history, free_bytes, max_tokens=max_tokens
+    )
+    limit = max_tokens or settings.max_response_length
+    counted, work = walk_lengths(
+        settings.arch,
+        layout,
+        responses,
+        prompts,
+        limit=limit,
+        lookahead=settings.lookahead,
+        gathers=attend is attend_gathered,
+    )
+    calls = Calls(settings, weights, layout, attend)
+    sizes = {"slots": layout.slots * layout.shards}
+    if layout.stretches:
+        sizes["slot_tokens"] = layout.page_length + layout.stretches[-1]
+    else:
+        sizes |= {"pages": layout.pages * layout.shards, "page_tokens": layout.page_length}
+    return RoundPlan(list(_programs(calls, counted)), sizes["slots"], sizes, work)
+
+
+def _programs(calls: Calls, counted: Counted) -> Iterator[RoundProgram]:
+    layout, cache = calls.layout, calls.held().cache
+    room = f"{layout.slots} slots" if layout.stretches else f"{layout.slots} slots and {layout.pages} pages"
+    yield RoundProgram("prefill", f"room for {room} a shard", 1, calls.lower_empty, cache, reads_weights=False)
+    for size in {**counted.prefills, layout.prefills[-1]: 0}:
+        name = f"prefill {size.at_once} prompts a shard, width {size.width}"
+        yield RoundProgram("prefill", name, counted.prefills[size], lambda size=size: calls.lower_prefill(size), cache)
+    shapes = counted.decodes if layout.stretches else [layout.first_shape._replace(slots=n) for n in layout.ladder]
+    for shape in shapes:
+        chunks, pairs = counted.decodes[shape], None
+        if layout.stretches:
+            name, held = f"{shape.slots} slots a shard, {shape.stretch} tokens of a response", calls.held(shape).cache
+        else:
+            name, held = f"{shape.slots} slots a shard, {layout.pages} pages", cache
+            if not counted.gathers:
+                pairs = counted.pages[shape] * layout.page_length / (chunks * layout.shards) if chunks else 0.0
+        yield RoundProgram(
+            "decode", f"decode {name}", chunks, lambda shape=shape: calls.lower_decode(shape), held, pairs=pairs
+        )
