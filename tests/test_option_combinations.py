@@ -43,7 +43,7 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.training import train
 
 TABLE = yaml.safe_load(Path(__file__).with_name("option_combinations.yaml").read_text())
-VALUES, NEEDS, OF_LAYOUT, OF_WAVES = (TABLE[name] for name in ("values", "needs", "of_layout", "of_waves"))
+VALUES, NEEDS, OF_LAYOUT, GIVEN_UP = (TABLE[name] for name in ("values", "needs", "of_layout", "given_up"))
 RECIPE = {  # three steps, which end whatever the filter drops
     **DAMPED,
     "rollout.n": 4,
@@ -57,7 +57,6 @@ RECIPE = {  # three steps, which end whatever the filter drops
     "algorithm.filter_groups.on_empty": "skip_step",
 }
 LAYOUTS = ({"mesh.fsdp": 2, "mesh.tensor": 2}, {"mesh.fsdp": 4}, {"mesh.tensor": 2})  # on eight devices
-WITHOUT_WAVES = {"leftover": "requeue", "adaptive_limit.enable": False}  # the other policies count waves
 LIMIT_S = 300  # of a combination, which takes some five seconds
 COUNT, SEED = map(int, os.environ.get("OPTION_COMBINATIONS", "20:0").split(":"))
 if "OPTION_COMBINATIONS" not in os.environ:
@@ -110,12 +109,10 @@ def check(changes: dict[str, Any], dice: random.Random, folder: Path, monkeypatc
     assert_same_checkpoint(stopped, folder / "whole")
 
     monkeypatch.undo()
-    parts = divisions(dice, changes)
-    divided = run(folder / "divided", changes | parts)
+    divided = run(folder / "divided", changes | divisions(dice, changes))
     if changes.get("model.dtype") != "bfloat16":  # its rounding depends on the mesh
         assert_same_policy(divided, params, tolerance=2e-4)
-        other_waves = streams(changes) and "rollout.max_num_seqs" in parts
-        names = [*OF_LAYOUT, *(OF_WAVES if other_waves else ())]
+        names = [*OF_LAYOUT, *(GIVEN_UP if streams(changes) else ())]
         assert_alike(rows_without_clock(folder / "divided"), rows, apart_from=names)
 
 
@@ -157,15 +154,9 @@ def run(folder: Path, changes: dict[str, Any]) -> Models:
 
 
 def divisions(dice: random.Random, changes: dict[str, Any]) -> dict[str, Any]:
-    """Another mesh, size of passes, and number of rows at once.
-
-    In a stream the rows at once are the largest wave: half of the streams keep theirs, for other metrics are equal
-    then, and so do those whose policies count waves (docs/dynamic_sampling.md).
-    """
-    of_waves = any(changes.get(f"algorithm.filter_groups.{key}", one) != one for key, one in WITHOUT_WAVES.items())
-    keeps_waves = streams(changes) and (of_waves or dice.random() < 0.5)
+    """Another mesh, size of passes, and number of rows at once."""
     passes = {} if "actor.ppo_max_token_len_per_device" in changes else {"actor.ppo_micro_batch_size_per_device": 1}
-    return {**dice.choice(LAYOUTS), **passes, **({} if keeps_waves else {"rollout.max_num_seqs": 24})}
+    return {**dice.choice(LAYOUTS), **passes, "rollout.max_num_seqs": 24}
 
 
 def streams(changes: dict[str, Any]) -> bool:

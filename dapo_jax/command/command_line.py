@@ -16,7 +16,7 @@ from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.command.interrupts import EXIT_CODE, finish, sentence, undone
 from dapo_jax.command.option_uses import PUT_BACK, put_back, without_switched_off
-from dapo_jax.config.aliases import FROM_MEMORY
+from dapo_jax.config.aliases import FROM_MEMORY, former_options
 from dapo_jax.config.files import EXAMPLE, read_config_file
 from dapo_jax.config.recipes import recipe_file
 from dapo_jax.config.sections import Config
@@ -141,7 +141,7 @@ def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Co
 def read_config(arguments: Sequence[str]) -> Config:
     """The frozen config that the command line describes; `arguments` begins with the command's name.
 
-    Prints on stderr which options `without_switched_off` resets.
+    Prints on stderr which options `without_switched_off` resets, and which have no effect any more.
 
     Raises:
         InputError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
@@ -158,7 +158,7 @@ def _tell(lines: Sequence[str]) -> None:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:
-    """The config of `read_config`, a line for each option that was reset, and where the options came from."""
+    """The config of `read_config`, a line for each option reset or without effect, and where the options came from."""
     first = flags.FlagValues()
     flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)
     values = flags.FlagValues()
@@ -181,10 +181,11 @@ def read_options(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Rec
         raise InputError(f"{error}: correct the command") from error
     if len(rest) > 1:
         raise InputError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
+    lines = former_options(chosen.value)
     if recipe is None:
-        return config, (), Recipe(path, sorted(keys), None)
+        return config, lines, Recipe(path, sorted(keys), None)
     origin = Recipe(path, sorted(keys), dataclasses.asdict(recipe))
-    return without_switched_off(recipe, config, keys), put_back(recipe, config, keys), origin
+    return without_switched_off(recipe, config, keys), (*lines, *put_back(recipe, config, keys)), origin
 
 
 def _prefix(found: re.Match[str]) -> str:

@@ -161,7 +161,7 @@ USES = (
     _use(
         "data.rollout_batch_size|mini_rollout_batch_size trainer.max_try_make_batch "
         "algorithm.use_dynamic_sample|dynamic_sample_max_gen_batches|online_filtering "
-        "algorithm.filter_key|filter_low|filter_high custom_reward_function.",
+        "algorithm.filter_key|filter_low|filter_high custom_reward_function. rollout.engine",
         "dapo_jax.config.freeze, which carries out the names of other trainers",
         lambda config: False,
     ),
@@ -179,11 +179,6 @@ USES = (
     _with("model.remat_policy", "model.enable_gradient_checkpointing", True),
     _use("model.lora.alpha|target_modules", "model.lora.rank above 0", lambda config: config.model.lora.rank > 0),
     _with("model.random.", "model.path", "random"),
-    _use(
-        "rollout.kv_memory_share",
-        "rollout.max_num_seqs=0 or rollout.engine=slots",
-        lambda config: not config.rollout.max_num_seqs or config.rollout.engine == "slots",
-    ),
     _use("reward.error_score|max_error_share|env", VERIFIED, _verifies),
     _use(
         "reward.model.weight|function_weight|micro_batch_size_per_device|max_length",

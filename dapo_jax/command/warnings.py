@@ -122,7 +122,7 @@ def _of_filter(config: Config) -> Iterator[str]:
     if groups.backfill == "stream" and groups.leftover != "requeue":
         yield (
             f"algorithm.filter_groups.leftover={groups.leftover} with backfill=stream: which groups are left over "
-            "depends on the waves; only requeue gives the same batches for every schedule"
+            "depends on the keep rate; only requeue gives the same batches for every schedule"
         )
     if groups.leftover == "carry" and config.actor.old_logprob == "recompute":
         yield (

@@ -1,4 +1,4 @@
-"""Host: option names of other trainers, translated to ours."""
+"""Host: option names of other trainers and earlier versions, translated to ours."""
 
 from __future__ import annotations
 
@@ -45,6 +45,16 @@ FROM_MEMORY = {
 }
 
 
+FORMER = ("rollout.engine",)  # options of earlier versions that no longer have an effect
+
+
+def former_options(config: Any) -> tuple[str, ...]:
+    """A line for each option in FORMER that `config`, without its aliases applied, has."""
+    engine = config.rollout.engine
+    text = f"rollout.engine={engine} has no effect: there is one engine now, which decodes in slots; leave it out"
+    return () if engine is None else (text,)
+
+
 def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
     """`config` with every alias applied and reset to None. `freeze` calls it.
 
@@ -57,6 +67,7 @@ def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
       in EasyR1, a round that keeps nothing is not an error.
     - custom_reward_function.path, name (verl): reward.function="PATH:NAME"; name is compute_score unless given.
     - True turns the filter on; False turns it off, unless the other of the two is True.
+    - rollout.engine (of earlier versions) has no effect.
 
     Args:
         chosen: keys set on the command line. Such an option contradicts an alias even at its default value, and a False
@@ -91,6 +102,7 @@ def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
         custom_reward_function=dataclasses.replace(config.custom_reward_function, path=None, name=None),
         algorithm=dataclasses.replace(algorithm, filter_groups=groups, **dict.fromkeys(_ALGORITHM)),
         trainer=dataclasses.replace(config.trainer, max_try_make_batch=None),
+        rollout=dataclasses.replace(config.rollout, engine=None),
     )
 
 

@@ -12,12 +12,6 @@ def gen_batch_size(config: Config) -> int:
     return config.data.gen_batch_size or config.data.train_batch_size
 
 
-def prompts_at_once(config: Config) -> int:
-    """Prompts of a wave at most, with filter_groups.backfill=stream."""
-    rows = config.rollout.max_num_seqs or gen_batch_size(config) * config.rollout.n
-    return max(rows // config.rollout.n, 1)
-
-
 def checkpoint_dir(config: Config) -> str:
     """Where the checkpoints of a run are: an absolute path, or an address."""
     given = config.trainer.checkpoint_dir

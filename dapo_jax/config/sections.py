@@ -49,7 +49,6 @@ Schedule = Literal["constant", "cosine"]
 MomentsDtype = Literal["float32", "bfloat16"]
 Optimizer = Literal["adamw", "muon"]
 OldLogprob = Literal["auto", "rollout", "recompute"]
-Engine = Literal["auto", "waves", "slots"]
 BestMode = Literal["max", "min"]
 DistillationForm = Literal["sampled", "top_k"]
 ResumeMode = Literal["auto", "disable"]
@@ -159,11 +158,11 @@ class RolloutConfig:
     top_k: TopK = -1  # -1 = off
     min_response_length: int = 0  # no end-of-sequence token is drawn before so many tokens; not in evaluation
     stop: tuple[str, ...] = ()  # a response ends after the first of these strings, which it keeps
-    engine: Engine = "auto"  # how responses are batched (docs/rollout.md): waves | slots | auto (waves)
-    max_num_seqs: NotNegative[int] = 0  # responses decoded at once, at least a group per device; 0 = by kv_memory_share
+    max_num_seqs: NotNegative[int] = 0  # slots: responses decoded at once, at least one a device; 0 = as many as fit
     kv_memory_share: Annotated[Positive[float], at_most(1)] = 0.85  # of the free memory, for keys and values
-    decode_chunk_length: Positive[int] = 32  # tokens between two checks for finished responses
+    decode_chunk_length: NotNegative[int] = 0  # tokens between two looks at what has ended; 0 = the engine chooses
     segment_length: NotNegative[int] = 0  # partial rollouts: tokens that a response advances per training step; 0 = off
+    engine: str | None = None  # of earlier versions, without effect: there is one engine; null = not given
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ class AdaptiveLimitConfig:
 class StreamConfig:
     """How many prompts backfill=stream samples at a time, and the running keep rate, which rounds use too."""
 
-    slack: Positive[float] = 1.0  # stream: kept groups to aim at per missing group; below 1: more, smaller waves
+    slack: Positive[float] = 1.0  # stream: kept groups to aim at per missing group; below 1: fewer prompts wait
     keep_rate_prior: Share = 0.5  # assumed share of kept groups before any is known; bounds adaptive_limit too
     keep_rate_ema: Share = 0.9  # weight of the past in the running keep rate, per training step
 
@@ -301,7 +300,7 @@ class FilterGroupsConfig:
     on_empty: OnEmpty = "error"  # a partial step without a group: error | skip_step | train_unfiltered
     leftover: Leftover = "requeue"  # surplus groups: requeue (sample again) | carry (use later) | discard (verl)
     leftover_max_staleness: Positive[int] = 1  # carry: training steps after which a group is dropped
-    backfill: Backfill = "batch"  # batch (rounds of gen_batch_size) | stream (waves as the keep rate predicts)
+    backfill: Backfill = "batch"  # batch (rounds of gen_batch_size) | stream (a queue as the keep rate predicts)
     stream: StreamConfig = field(default_factory=StreamConfig)
     skip_uniform: SkipUniformConfig = field(default_factory=SkipUniformConfig)
 

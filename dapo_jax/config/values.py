@@ -11,7 +11,7 @@ from typing import Any, Literal
 from flax import traverse_util
 from ml_collections import config_dict
 
-from dapo_jax.config.aliases import resolve_aliases
+from dapo_jax.config.aliases import FORMER, resolve_aliases
 from dapo_jax.config.function_names import Section, name_of
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
@@ -112,7 +112,7 @@ def _named(value: Any) -> str:
 
 def from_values(values: dict[str, Any]) -> Config:
     """The config that a run wrote to config.json. A key that an older version did not have gets its default."""
-    return _freeze(Config, _completed(dataclasses.asdict(Config()), values))
+    return with_values(_freeze(Config, _completed(dataclasses.asdict(Config()), values)), dict.fromkeys(FORMER))
 
 
 def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def test_a_command_is_interrupted_before_it_has_begun(command, point, tmp_path):
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_no_verifier_outlives_an_interrupted_command(command, tmp_path):
     name, value = "TEST_MARK", str(uuid.uuid4())
-    point = "dapo_jax.rollout.waves:WaveEngine"  # which is made once the verifiers have been started
+    point = "dapo_jax.rollout.engine:Engine"  # which is made once the verifiers have been started
     options = ["--output", str(tmp_path / "out")] if command == "evaluate" else []
     given = f"dapo_jax.{command}", "--config", TINY, f"--config.workdir={tmp_path}/run", *options
     done = run(AT_POINT, point, *given, **{name: value})

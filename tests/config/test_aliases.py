@@ -1,12 +1,15 @@
 """Names of other trainers. Which of them do not belong together is in command/messages.yaml."""
 
 import dataclasses
+import re
 
 import pytest
 
+from dapo_jax.command.command_line import read_config
 from dapo_jax.config.aliases import resolve_aliases
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import default_config, freeze
+from dapo_jax.interface.configs import as_config, load_config
 
 FILTER = "algorithm.filter_groups"
 
@@ -20,6 +23,35 @@ def resolved(changes, chosen=()) -> Config:
 
 def test_without_aliases_nothing_changes():
     assert resolved({}) == Config()
+
+
+PYTHON = """
+from dapo_jax.config.values import default_config
+
+def get_config():
+    config = default_config()
+    config.rollout.engine = "waves"
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        ("own.json", '{"rollout": {"engine": "waves"}}', {}),
+        ("own.yaml", "rollout: {engine: waves}", {}),
+        ("own.py", PYTHON, {}),
+        ("own.json", "{}", {"rollout.engine": "waves"}),
+    ],
+)
+def test_an_option_of_an_earlier_version_is_named_once_and_has_no_effect(name, text, options, tmp_path, capsys):
+    file = tmp_path / name
+    file.write_text(text)
+    line = "dapo_jax: rollout.engine=waves has no effect: there is one engine now, which decodes in slots; leave"
+    assert read_config(["train", str(file), *(f"{key}={value}" for key, value in options.items())]) == Config()
+    assert re.findall(line, capsys.readouterr().err) == [line]
+    assert as_config(load_config(file, options)) == Config()
+    assert re.findall(line, capsys.readouterr().err) == [line]
 
 
 def test_dynamic_sample_is_the_spread_of_the_reward_and_what_there_is():
