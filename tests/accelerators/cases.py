@@ -132,7 +132,7 @@ def config_of(case: Case, directory: Path) -> Config:
     return without_switched_off(freeze(small()), freeze(values), case.changes)
 
 
-DECODE = r"decode \d+ rows a shard, window 64"
+DECODE = r"decode \d+ slots a shard"
 UPDATE, OPTIMIZER, CRITIC = step("actor, gradients"), step("actor, optimizer"), step("values", "critic")
 GAE = {"algorithm.adv_estimator": "gae"}
 KL = {"actor.use_kl_loss": True}
@@ -156,20 +156,21 @@ CASES = [
     Case("float32", step("prefill", DECODE, "actor, gradients", "log-probabilities"), FLOAT32),
     Case("bfloat16 by name", UPDATE, {"model.dtype": "bfloat16"}),
     # sampling: temperature, greedy, top-p, top-k are values; stop strings, and moving weights ahead, are the host's
-    Case("every rung and window", of.rungs_and_windows, both=True),
-    Case("float32 rungs and windows", of.rungs_and_windows, FLOAT32, combined=True),
-    Case("slots and pages", of.slots_and_pages, platforms=(H100, V5E, "v5p:2x2x2", "v6e:2x4", "a100:8")),
-    Case("slots and pages, heads of 128", of.slots_and_pages, family="qwen3"),
+    Case("engine", of.engine, platforms=(H100, V5E, "v5p:2x2x2", "v6e:2x4", "a100:8"), both=True),
+    Case("engine, heads of 128", of.engine, family="qwen3"),
     *(
-        Case(f"slots and pages, {name}", of.slots_and_pages, family=name)
+        Case(f"engine, {name}", of.engine, family=name)
         for name in ("gemma2", "gemma3_text", "qwen3_moe", "mistral with a window")
     ),
+    Case("engine, heads that no kernel takes", of.gathered, {**XLA, "model.random.head_dim": 96}, both=True),
+    Case("engine, chunks that no kernel takes, float32", of.gathered, {**FLOAT32, "rollout.decode_chunk_length": 127}),
+    Case("responses that return", of.returning, both=True),
+    Case("responses that return, Gemma 3", of.returning, family="gemma3_text"),
     Case("responses continued", of.continued),
     Case("responses continued, Gemma 3", of.continued, family="gemma3_text"),
     Case("experts without tensor", step("prefill", DECODE, "actor"), ALONE_ON_8, family="qwen3_moe"),
-    *(Case(f"rungs and windows, {name}", of.rungs_and_windows, family=name) for name in ("gemma3_text", "qwen3_moe")),
-    Case("slots and pages, float32, without tensor", of.slots_and_pages, {**FLOAT32, **ALONE, "mesh.fsdp": 4}),
-    Case("one long chunk", step("decode"), {"rollout.decode_chunk_length": 127}),
+    Case("engine, float32, without tensor", of.engine, {**FLOAT32, **ALONE, "mesh.fsdp": 4}),
+    Case("one long chunk", step("decode"), {"rollout.decode_chunk_length": 128}),
     Case("one sample of a prompt", step("prefill"), {"rollout.n": 1}),
     Case("sampling on half of the devices", step("decoding", "prefill", "decode"), HALF, devices=(4, 8)),
     Case("training on the other half", step("decoding", "actor, gradients"), HALF, devices=(0, 4)),

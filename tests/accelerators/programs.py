@@ -36,28 +36,22 @@ from dapo_jax.learner.trained_tokens import jitted_keep_samples
 from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import queries_at_once
+from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
 from dapo_jax.parallel.checksums import sums_of_shards
 from dapo_jax.parallel.devices import devices_of
-from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, with_tensor
+from dapo_jax.parallel.mesh import Meshes, make_mesh, with_tensor
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding, replicated
 from dapo_jax.preflight.lengths import all_longest
 from dapo_jax.preflight.programs import step_programs
 from dapo_jax.preflight.report import read_shape
 from dapo_jax.rewards.reward_model import build_reward_model
 from dapo_jax.rewards.shaping import length_rewards, place_rewards, shape_rewards
-from dapo_jax.rollout.decoding import keep_rows, resize_cache
-from dapo_jax.rollout.engines import page_attention
-from dapo_jax.rollout.sampling import SELECT, Sampling, keys_of, position_noise
-from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rungs
-from dapo_jax.rollout.slot_programs import (
-    layout_of_slots,
-    lower_decode_slots,
-    lower_empty_slots,
-    lower_prefill_pages,
-)
-from dapo_jax.rollout.wave_layout import WaveLayout
-from dapo_jax.rollout.wave_programs import layout_of_waves, lower_chunk, lower_prefill, wave_shape
+from dapo_jax.rollout.engine import page_attention
+from dapo_jax.rollout.layout import Shape, cache_dtype, choose_layout
+from dapo_jax.rollout.lengths import LengthHistory
+from dapo_jax.rollout.programs import Calls
+from dapo_jax.rollout.sampling import SELECT, position_noise
 from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
 
 ROWS, TOKENS, GROUPS = 16, 128, 4  # of what the small functions are given
@@ -122,86 +116,52 @@ def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
     return found
 
 
-def rungs_and_windows(parts: Parts) -> Iterator[Program]:
-    """Keys of the rows, every batch of survivors in every window, and the ways to fewer rows in the widest window."""
-    settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
-    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
-    with jax.set_mesh(parts.mesh):
-        weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
-    numbers = parts.rows(64, dtype=jnp.int32)
-    yield "keys", lambda: keys_of.lower(0, 0, numbers, numbers)
-    shards, dtype = num_batch_shards(parts.mesh), compute_dtype(parts.config.model, parts.mesh)
-    prompts, samples = parts.config.data.train_batch_size, parts.config.rollout.n
-    width, sampling = prompt_width(16, 16), Sampling.create(1.0, 1.0, -1)
-    copies = WaveLayout(prompts, samples, shards, width=16, at_once=1).copies
-    heights = rungs(prompts * samples // shards, settings.smallest_rows)
-    assert len(heights) > 1 and len(settings.ladder) > 2
-    for window in settings.ladder:
-        for height in heights:
-            whole = height == heights[0]
-            shape = {"rows": height * shards, "prompts": prompts * copies if whole else height * shards, "width": width}
-            yield (
-                f"decode {height} rows, window {window}",
-                functools.partial(lower_chunk, settings, weights, sampling, **shape, window=window),
-            )
-            wave = wave_shape(settings, dtype, **shape, window=window)
-            for below in heights[heights.index(height) + 1 :]:
-                rows = parts.rows(below * shards, dtype=jnp.int32)
-                same = samples // copies if whole else 1
-                yield (
-                    f"keep {below} of {height} rows",
-                    functools.partial(keep_rows.lower, replace(wave, caches=[]), rows, num_samples=same),
-                )
-                yield (
-                    f"cache of {below} of {height} rows, window {window} to {settings.ladder[-1]}",
-                    functools.partial(
-                        resize_cache.lower, wave.caches[0], rows, num_samples=same, window=settings.ladder[-1]
-                    ),
-                )
-
-
-def slots_and_pages(parts: Parts, pages: int | None = None) -> Iterator[Program]:
-    """The slot engine: its memory, prefill into pages, and a chunk in all slots and in few.
+def engine(parts: Parts, pages: int | None = None) -> Iterator[Program]:
+    """The rollout engine: its memory, prefill, and a chunk in all slots and in fewer.
 
     Args:
         pages: of a shard; None = as the engine takes.
     """
-    settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
-    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
-    with jax.set_mesh(parts.mesh):
-        weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
-    dtype, lengths = compute_dtype(parts.config.model, parts.mesh), np.full(parts.config.data.train_batch_size, 16)
-    layout = layout_of_slots(settings, dtype, lengths, parts.config.rollout.n, LengthHistory(128), 0.0)
-    layout = replace(layout, pages=pages or layout.pages)
-    yield "empty slots", lambda: lower_empty_slots(settings, dtype, layout)
-    yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, layout, layout.prefills[-1])
-    for slots in {layout.slots, layout.few_slots}:
-        yield (
-            f"decode {slots} slots",
-            functools.partial(
-                lower_decode_slots,
-                settings,
-                weights,
-                Sampling.create(1.0, 1.0, -1),
-                layout,
-                slots=slots,
-                attend_pages=page_attention(settings),
-            ),
-        )
+    calls = engine_calls(parts)
+    calls = replace(calls, layout=replace(calls.layout, pages=pages or calls.layout.pages))
+    yield "room", calls.lower_empty
+    yield "prefill", lambda: calls.lower_prefill(calls.layout.prefills[-1])
+    for slots in calls.layout.ladder:
+        yield f"decode {slots} slots", functools.partial(calls.lower_decode, Shape(slots))
+
+
+def gathered(parts: Parts) -> Iterator[Program]:
+    """The engine where no kernel attends to pages."""
+    assert engine_calls(parts).attend is attend_gathered
+    return engine(parts)
+
+
+def returning(parts: Parts) -> Iterator[Program]:
+    """A chunk with tokens that an environment has given."""
+    calls = replace(engine_calls(parts), returns=True)
+    yield "decode with given tokens", lambda: calls.lower_decode(calls.layout.first_shape)
 
 
 def continued(parts: Parts) -> Iterator[Program]:
-    """What continues responses: prompts as long as prompt and response, with one sample, into a wave and into pages."""
-    settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
-    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    """What continues responses: prompts as long as prompt and response, with one sample."""
+    calls = engine_calls(parts, np.full(64, 4000), num_samples=1)
+    size = calls.layout.prefills[-1]
+    assert queries_at_once(size.width) < size.width
+    yield "prefill", lambda: calls.lower_prefill(size)
+
+
+def engine_calls(parts: Parts, lengths: np.ndarray | None = None, num_samples: int | None = None) -> Calls:
+    """What the engine calls for prompts of these lengths; None = those of a step, of 16 tokens each."""
+    config = parts.config
+    settings = engine_settings(config, parts.arch, (0,), 0, parts.mesh)
+    actor = build_actor(actor_settings(config, parts.arch, parts.mesh), parts.mesh)
     with jax.set_mesh(parts.mesh):
         weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
-    dtype, lengths, history = compute_dtype(parts.config.model, parts.mesh), np.full(64, 4000), LengthHistory(128)
-    waves = layout_of_waves(settings, dtype, lengths, 1, history, 0.0)
-    slots = layout_of_slots(settings, dtype, lengths, 1, history, 0.0)
-    assert queries_at_once(waves.width) < waves.width == slots.prefills[-1].width
-    yield "prefill", lambda: lower_prefill(settings, weights, Sampling.create(1.0, 1.0, -1), waves)
-    yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, slots, slots.prefills[-1])
+    attend, _ = page_attention(settings)
+    lengths = np.full(config.data.train_batch_size, 16) if lengths is None else lengths
+    given = attend, cache_dtype(weights), lengths, num_samples or config.rollout.n
+    layout = choose_layout(settings, *given, LengthHistory(config.data.max_response_length), 0.0)
+    return Calls(settings, weights, layout, attend)
 
 
 def start_of_training(parts: Parts) -> Iterator[Program]:

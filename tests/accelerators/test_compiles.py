@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 from accelerators.cases import CASES, DECODE, H100, UPDATE, V5E, Case, config_of
-from accelerators.programs import parts_of, slots_and_pages, step, wide_types
+from accelerators.programs import engine, engine_calls, parts_of, step, wide_types
 
 from dapo_jax.parallel.ahead_of_time import compile_ahead, program_key
 
@@ -113,11 +113,11 @@ def test_a_step_compiles_for_other_gpus(topology, compiled):
 def test_pages_are_never_copied(topology, compiled, tmp_path):
     """So a program needs as many bytes more for more pages as these have themselves."""
     sizes = (4096, 8192)
-    cases = [Case(f"slots, {pages}", functools.partial(slots_and_pages, pages=pages)) for pages in sizes]
+    cases = [Case(f"{pages} pages", functools.partial(engine, pages=pages)) for pages in sizes]
     fewer, more = compiled(topology, *cases)
     parts = parts_of(config_of(cases[0], tmp_path), topology)
     heads = parts.arch.num_kv_heads // parts.mesh.shape["tensor"]
-    tokens = 4096 * parts.config.rollout.decode_chunk_length
+    tokens = 4096 * engine_calls(parts).layout.page_length
     of_pages = parts.arch.num_layers * tokens * heads * 2 * parts.arch.head_dim * 2  # bfloat16
     for name, program in more.items():
         assert program.bytes - fewer[name].bytes == pytest.approx(of_pages, rel=0.02), name
