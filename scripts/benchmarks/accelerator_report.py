@@ -55,7 +55,7 @@ SECTIONS = (  # the most important first
     Section("rollout_1.5b", "Rollout, 1.5B", 30, 240),
     Section("update_1.5b", "Update, 1.5B", 30, 240),
     Section("memory", "Memory against the preflight's forecast", 20, 240),
-    Section("long_tail", "Waves and slots on a long tail, 0.5B", 60, 240),
+    Section("long_tail", "Slots on equal lengths and on a long tail, 0.5B", 90, 300),
 )
 
 

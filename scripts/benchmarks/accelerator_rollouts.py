@@ -1,4 +1,4 @@
-"""Host: the sections of the accelerator report that measure sampling: to full length, and on a long tail.
+"""Host: the sections of the accelerator report that measure sampling: to full length, and with fewer slots.
 
 They measure like benchmark_rollout.py, with random weights in bfloat16, on all devices.
 """
@@ -32,13 +32,13 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
     from dapo_jax.models.weights import count_params
 
     shape, devices = (STAND_INS if small else SIZES)[size], jax.device_count()
-    prompt, length, chunk = (8, 16, 8) if small else (512, 512, 128)
+    prompt, length = (8, 16) if small else (512, 512)
     arch = architecture(shape)
     per_device = rows_that_fit(arch, prompt, length, most=16 if small else 256)
     if not per_device:
         findings.keep(skipped=f"{shape} does not fit {gib(memory_limit())}")
         return
-    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
+    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=0)
     ours, case = benchmark_rollout.Ours(args, DTYPE), str(length)
     first, seconds, sampled = measured(ours, case)
     least = reading_seconds(arch, args, length, devices)
@@ -66,29 +66,32 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
 
 
 def long_tail(findings: Findings, folder: Path, *, small: bool) -> None:
-    """Both engines on responses of many lengths: which of them rollout.engine=auto should take here."""
+    """Slots for all rows, half and a quarter of them, with responses of equal and of many lengths."""
     import jax
 
     shape, devices = (STAND_INS if small else SIZES)["0.5b"], jax.device_count()
-    prompt, longest, chunk = (8, 24, 8) if small else (512, 512, 32)
+    prompt, longest = (8, 24) if small else (512, 512)
     per_device = rows_that_fit(architecture(shape), prompt, longest, most=16 if small else 256)
     if not per_device:
         findings.keep(skipped=f"{shape} does not fit {gib(memory_limit())}")
         return
-    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
-    case = f"lognormal:median={longest // 4},sigma=0.8,clip={longest}"
-    lengths = response_lengths(case, args)
+    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=0)
+    cases = {"equal": str(longest), "long tail": f"lognormal:median={longest // 4},sigma=0.8,clip={longest}"}
+    mean = response_lengths(cases["long tail"], args).mean()
     findings.note(
         f"{shape}, random weights, {DTYPE}: {args.batch} rows in groups of {GROUP}, prompts of {prompt} tokens and "
-        f"responses of {lengths.mean():.0f} on average, {lengths.max()} at most ({case}), with a look for those that "
-        f"have ended every {chunk} tokens. Seconds are the median of {REPEATS} after a first call."
+        f"responses of {longest} tokens, or of {mean:.0f} on average and {longest} at most ({cases['long tail']}). The "
+        f"rows that are not in a slot wait for one. Seconds are the median of {REPEATS} after a first call."
     )
-    for engine in ("waves", "slots"):
-        first, seconds, sampled = measured(benchmark_rollout.Ours(args, DTYPE, engine), case)
-        findings.row(
-            "Engines", engine=engine, **{"first call, s": first}, seconds=seconds, **{"tokens/s": sampled / seconds}
-        )
-        findings.check(f"{engine}: sampled tokens", sampled, str(lengths.sum()), sampled == lengths.sum())
+    for parts in (1, 2) if small else (1, 2, 4):
+        slots = args.batch // parts
+        ours = benchmark_rollout.Ours(args, DTYPE, slots)
+        for lengths, case in cases.items():
+            first, seconds, sampled = measured(ours, case)
+            speed = {"first call, s": first, "seconds": seconds, "tokens/s": sampled / seconds}
+            findings.row("Slots", slots=slots, lengths=lengths, **speed)
+            wanted = int(response_lengths(case, args).sum())
+            findings.check(f"{slots} slots, {lengths}: sampled tokens", sampled, str(wanted), sampled == wanted)
 
 
 def rows_that_fit(arch: Any, prompt: int, length: int, *, most: int) -> int:
@@ -99,7 +102,7 @@ def rows_that_fit(arch: Any, prompt: int, length: int, *, most: int) -> int:
     rows = most
     while limit is not None and rows >= GROUP:
         cache = rows * (prompt / GROUP + length) * cache_bytes(arch)
-        if max(6 * params, 2 * params + 2 * cache) <= 0.9 * limit:  # float32 at the start; a cache is copied to grow
+        if max(6 * params, 2 * params + 2 * cache) <= 0.9 * limit:  # float32 at the start; a slot has room for a prompt
             break
         rows //= 2
     return rows if rows >= GROUP else 0

@@ -7,7 +7,7 @@ trained in between, so all lines have the same keep rate. The lines take turns, 
 machine affects all of them. All shapes are compiled beforehand. Columns:
 
     gen               data.gen_batch_size in rounds of train_batch_size, or the slack of a stream
-    rounds            generation rounds (batch) or rounds' worth of prompts (stream) per step
+    rounds            rounds of prompts that were judged, per step
     keep rate         share of kept groups among those that were evaluated
     groups, tokens    generated per trained group and token
     x minimum         generated groups times the keep rate, per trained group: 1 = every kept group was trained on
@@ -32,11 +32,9 @@ from typing import Any
 import jax
 
 from dapo_jax.command.command_line import read_config, refusals
-from dapo_jax.config.derived import gen_batch_size, prompts_at_once
 from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import StreamState
-from dapo_jax.dynamic_sampling.schedule import wave_sizes
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.run import Run, open_run
 from dapo_jax.state import first_state
@@ -66,11 +64,10 @@ class Line:
         kept = sum(int(round_.keep.sum()) for round_ in rounds)
         groups = evaluated / sum(len(experience) for experience in trained)
         tokens = sum(r.outcomes.lengths.sum() for r in rounds) / sum(experience.num_tokens for experience in trained)
-        size = gen_batch_size(self.run.config)
         return {
             "policy": self.name,
             "gen": self.gen,
-            "rounds": sum(-(-sum(len(r.keep) for r in step.rounds) // size) for step in self.steps) / len(self.steps),
+            "rounds": sum(step.num_rounds for step in self.steps) / len(self.steps),
             "keep rate": kept / evaluated,
             "groups": groups,
             "tokens": tokens,
@@ -129,18 +126,10 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
 
 
 def compile_shapes(run: Run, models: Models, configs: Sequence[Config]) -> None:
-    """Samples one step of each number of prompts that a line may ask for."""
-    sizes = {gen_batch_size(config) for config in configs}
+    """Samples one step of each policy."""
     for config in configs:
-        groups = config.algorithm.filter_groups
-        if groups.enable and groups.backfill == "stream":
-            sizes |= set(wave_sizes(prompts_at_once(config), run.config.data.train_batch_size))
-    for size in sorted(sizes):
-        round_ = with_policy(
-            run.config, gen_batch_size=size, backfill="batch", max_num_gen_batches=1, on_limit="fallback_unfiltered"
-        )
         weights, stream = run.learner.decode_weights(models.actor.params), first_state(run).stream
-        sample_groups(dataclasses.replace(run, config=round_), weights, stream, step=1, version=0, kl_coef=0.0)
+        sample_groups(dataclasses.replace(run, config=config), weights, stream, step=1, version=0, kl_coef=0.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

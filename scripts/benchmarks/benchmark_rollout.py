@@ -20,7 +20,6 @@ if __name__ == "__main__":  # the imports below take seconds
     end_at_once("benchmark_rollout")
 
 import argparse
-import functools
 import statistics
 import sys
 import time
@@ -56,9 +55,13 @@ LONG_TAIL = "lognormal:median=31,sigma=0.8,clip=256"
 
 
 class Ours:
-    """dapo_jax with one of its engines, "waves" or "slots"."""
+    """dapo_jax.
 
-    def __init__(self, args: argparse.Namespace, dtype: str, engine: str = "waves") -> None:
+    Args:
+        slots: responses that are sampled at once; None = all.
+    """
+
+    def __init__(self, args: argparse.Namespace, dtype: str, slots: int | None = None) -> None:
         import jax
         import jax.numpy as jnp
 
@@ -67,7 +70,7 @@ class Ours:
         from dapo_jax.models.weights import cast_matrices, init_params
         from dapo_jax.parallel.mesh import make_mesh
 
-        self.jax, self.args, self.engine = jax, args, engine
+        self.jax, self.args, self.slots = jax, args, slots or args.batch
         self.arch = architecture_from_hf(config_json(args.shape))
         self.mesh = make_mesh(-1, 1, 1)
         self.prompts = make_prompts(args)
@@ -77,15 +80,14 @@ class Ours:
             self.params = jax.block_until_ready(relay(init_params(self.arch, 0)))
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.rollout.engine_settings import EngineSettings
-        from dapo_jax.rollout.engines import build_engine
+        from dapo_jax.rollout.engine import build_engine
+        from dapo_jax.rollout.layout import EngineSettings
         from dapo_jax.rollout.sampling import TRAIN, Sampling
 
         start = time.perf_counter()
         lengths, on_cpu = response_lengths(case, self.args), self.jax.default_backend() == "cpu"
         if case not in self.engines:
             self.engines[case] = build_engine(
-                self.engine,
                 EngineSettings(
                     arch=self.arch,
                     mesh=self.mesh,
@@ -93,12 +95,12 @@ class Ours:
                     pad_id=0,
                     max_prompt_length=self.args.prompt_length,
                     max_response_length=int(lengths.max()),
-                    max_num_seqs=self.args.batch,
+                    max_num_seqs=self.slots,
                     memory_share=1.0,
                     chunk_length=self.args.chunk,
-                    smallest_rows=1 if on_cpu else 8,
                     lookahead=0 if on_cpu else 1,
                     seed=0,
+                    least_page=1 if on_cpu else 16,
                 ),
             )
         with self.jax.set_mesh(self.mesh):
@@ -243,7 +245,6 @@ class Tunix:
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace, str], Any]] = {
     "dapo_jax": Ours,
-    "dapo_jax_slots": functools.partial(Ours, engine="slots"),
     "hf": HuggingFace,
     "tunix": Tunix,
 }
@@ -251,11 +252,7 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace, str], Any]] = {
 
 def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of the table."""
-    ours = ["dapo_jax", *(["dapo_jax_slots"] if args.slots else [])]
-    wanted = [(name, dtype) for dtype in args.dtypes for name in ours] + [
-        ("hf", args.dtypes[0]),
-        ("tunix", args.dtypes[0]),
-    ]
+    wanted = [("dapo_jax", dtype) for dtype in args.dtypes] + [("hf", args.dtypes[0]), ("tunix", args.dtypes[0])]
     contenders = start_contenders(__file__, wanted, args, arguments)
     rows = []
     try:
@@ -275,10 +272,9 @@ def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--chunk", type=int, default=16, help="tokens between two checks for finished responses (dapo_jax)"
+        "--chunk", type=int, default=0, help="tokens between two checks for finished responses; 0: dapo_jax chooses"
     )
     parser.add_argument("--lengths", nargs="+", default=["64", "256", LONG_TAIL], help=LENGTHS)
-    parser.add_argument("--slots", action="store_true", help="also measure dapo_jax with rollout.engine=slots")
     args = parser.parse_args(arguments)
     if args.serve:
         serve(args.serve, lambda name, dtype: CONTENDERS[name](args, dtype))

@@ -23,6 +23,7 @@ if __name__ == "__main__":  # the imports below take seconds
     end_at_once("benchmark_step")
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -46,12 +47,7 @@ class OursStep(Ours):
     def __init__(self, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> None:
         super().__init__(args, dtype, options)
         engine: Any = self.run.sampler.engine
-        block, limits = engine.block, make_lengths(args)
-
-        def limited(call: Any, prompts: Any, numbers: Any, begun: Any, _: None, on_finished: Any) -> Any:
-            return block(call, prompts, numbers, begun, limits, on_finished)
-
-        engine.block = limited
+        engine.submit = functools.partial(engine.submit, limits=make_lengths(args))
 
     def __call__(self, case: str) -> tuple[int, float]:
         from dapo_jax.progress import advance

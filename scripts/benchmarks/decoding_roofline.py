@@ -1,6 +1,6 @@
-"""Host: the least time in which devices decode, by rooflines: the engines walk known lengths, nothing is computed."""
+"""Host: the least time in which devices decode, by rooflines: the engine walks known lengths, nothing is computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,20 +8,19 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from dapo_jax.models import paged_attention_gpu
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.parallel.devices import GIB, LIMITS, Limits
 from dapo_jax.parallel.gpus import GPUS
 from dapo_jax.parallel.mesh import AXES
-from dapo_jax.rollout.engine_settings import EngineSettings
-from dapo_jax.rollout.known_lengths import KnownLengths
-from dapo_jax.rollout.round_walk import walk_round
-from dapo_jax.rollout.shapes import ROW_MULTIPLE, LengthHistory
-from dapo_jax.rollout.slot_programs import layout_of_slots
-from dapo_jax.rollout.slot_queue import Opened, PrefillSize, SlotLayout, SlotQueue, Turn
-from dapo_jax.rollout.slot_walk import SlotWalk
+from dapo_jax.rollout.layout import EngineSettings, Layout, choose_layout
+from dapo_jax.rollout.lengths import LengthHistory
+from dapo_jax.rollout.queue import Queue, Turn
+from dapo_jax.rollout.work import Counting, KnownLengths
 
+SAMPLES = 16  # of a prompt
 DTYPE = np.dtype(np.float16)  # of keys and values; as large as bfloat16
 
 
@@ -34,9 +33,10 @@ class Machine:
     fsdp: int  # shards of the rows
     tensor: int  # devices of a shard
     free: float  # GiB of a device, without the weights
+    target: int = 512  # kept groups of a step, and prompts of a round
 
     def settings(self, *, prompt_limit: int, limit: int) -> EngineSettings:
-        """The engines' settings for prompts and responses of at most so many tokens."""
+        """The engine's settings for prompts and responses of at most so many tokens."""
         mesh: Any = AbstractMesh((1, self.fsdp, self.tensor), AXES)
         return EngineSettings(
             arch=self.arch,
@@ -47,8 +47,7 @@ class Machine:
             max_response_length=limit,
             max_num_seqs=0,
             memory_share=0.85,
-            chunk_length=64,
-            smallest_rows=ROW_MULTIPLE,
+            chunk_length=0,
             lookahead=1,
             seed=0,
         )
@@ -76,12 +75,18 @@ class Machine:
 def machines() -> dict[str, Machine]:
     """The shapes of docs/rollout.md by name."""
     shapes = Path(__file__).resolve().parents[2] / "configs" / "shapes"
-    small, large = (read_architecture(shapes / f"Qwen2.5-{size}") for size in ("7B", "32B"))
+    sizes = ("0.5B", "1.5B", "7B", "32B")
+    half, more, small, large = (read_architecture(shapes / f"Qwen2.5-{size}") for size in sizes)
     return {
         "7B v5p:2x2x4": Machine(small, LIMITS["TPU v5"], 4, 4, 86),
         "7B v5e:8x8": Machine(small, LIMITS["TPU v5 lite"], 16, 4, 11),
         "7B h100:8": Machine(small, LIMITS[GPUS["h100"].kind], 2, 4, 57),
         "32B v5p:4x4x8": Machine(large, LIMITS["TPU v5"], 16, 8, 84),
+        **{
+            f"{name} h100:1, {rows} rows": Machine(arch, LIMITS[GPUS["h100"].kind], 1, 1, free, rows // SAMPLES)
+            for name, arch, free in (("0.5B", half, 60), ("1.5B", more, 50))
+            for rows in (256, 512)
+        },
     }
 
 
@@ -92,25 +97,6 @@ def known(responses: np.ndarray, limit: int) -> LengthHistory:
     return history
 
 
-def wave_seconds(
-    machine: Machine, settings: EngineSettings, prompts: np.ndarray, responses: np.ndarray, history: LengthHistory
-) -> float:
-    """Of a round of the wave engine, whose shards are alike.
-
-    Args:
-        prompts: [Q] tokens.
-        responses: [Q, G] tokens.
-    """
-    free = machine.free * GIB
-    walk, seconds = walk_round(settings, DTYPE, responses, prompts, history=history, free_bytes=free), 0.0
-    for shape, chunks in walk.decodes.items():
-        rows, prompts_here = shape.rows / machine.fsdp, shape.prompts / machine.fsdp
-        read = prompts_here * shape.width + rows * shape.window
-        token = machine.token_seconds(rows, keys=rows * (shape.width + shape.window), read=read)
-        seconds += chunks * settings.tokens_per_chunk * token
-    return seconds
-
-
 def slots_for(
     machine: Machine,
     settings: EngineSettings,
@@ -118,23 +104,19 @@ def slots_for(
     num_samples: int,
     history: LengthHistory,
     num_prompts: int | None = None,
-) -> SlotLayout:
-    """The slots of a generation with prompts like these, [Q] tokens; `num_prompts` of them, None = Q."""
-    free = machine.free * GIB
-    return layout_of_slots(settings, DTYPE, prompts, num_samples, history, free, num_prompts=num_prompts)
+) -> Layout:
+    """The slots of a queue with prompts like these, [Q] tokens; `num_prompts` of them, None = Q."""
+    attend, free = paged_attention_gpu.attend, machine.free * GIB  # any kernel
+    return choose_layout(settings, attend, DTYPE, prompts, num_samples, history, free, num_prompts=num_prompts)
 
 
-class Queue:
-    """A generation of the slot engine whose lengths are known; as its devices, it adds up the least time of its chunks.
+class Simulation(Counting):
+    """A queue whose lengths are known; as its devices, it adds up the least time of its chunks."""
 
-    Args:
-        limit: tokens after which any response ends.
-    """
-
-    def __init__(self, machine: Machine, layout: SlotLayout, limit: int) -> None:
-        self.machine, self.layout, self.limit, self.seconds = machine, layout, limit, 0.0
-        self.outcome = KnownLengths(np.zeros(0, np.int64), limit)
-        self.walk = SlotWalk(machine.arch, SlotQueue(layout), lookahead=1, gathers=False)
+    def __init__(self, machine: Machine, layout: Layout, limit: int) -> None:
+        super().__init__(machine.arch, layout)
+        self.machine, self.limit, self.seconds = machine, limit, 0.0
+        self.outcome, self.queue = KnownLengths(np.zeros(0, np.int64)), Queue(layout, lookahead=1)
 
     @property
     def drawn(self) -> int:
@@ -149,24 +131,21 @@ class Queue:
             responses: [Q, G] tokens.
         """
         outcome, count = self.outcome, responses.size
-        first = self.walk.queue.add(prompts, np.full(count, self.limit))
+        first = self.queue.add(prompts, np.full(count, self.limit))
         outcome.lengths = np.append(outcome.lengths, responses)
         outcome.seen = np.append(outcome.seen, np.zeros(count, np.int64))
         rows = np.arange(first, first + count)
 
         def wait() -> None:
             while outcome.alive(rows).any():
-                self.walk.advance(self, outcome)
+                self.queue.step(self, outcome)
 
         return wait
 
-    def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> None:
-        """As `slot_walk.Devices`; the walk counts its operations."""
-
     def decode(self, turn: Turn) -> int:
-        """As `slot_walk.Devices`: the shard with most pages sets the time."""
+        """As `Counting`: the shard with most pages sets the time."""
         length = self.layout.page_length
         pages = np.count_nonzero(turn.table.reshape(self.layout.shards, -1), axis=1).max()
-        keys = float(pages + turn.slots) * length  # a tail is as long as a page
-        self.seconds += length * self.machine.token_seconds(turn.slots, keys=keys, read=keys)
-        return length
+        keys = float(pages + turn.shape.slots) * length  # a tail is as long as a page
+        self.seconds += length * self.machine.token_seconds(turn.shape.slots, keys=keys, read=keys)
+        return super().decode(turn)

@@ -1,20 +1,20 @@
-"""Host: how long the decoding of a training step takes at least, under four schedules; a simulation without devices.
+"""Host: how long the decoding of a training step takes at least, under three schedules; a simulation without devices.
 
     python scripts/benchmarks/simulate_decoding.py [--shape "7B v5p:2x2x4" ...] [--segment-length 8192]
 
-Schedules of a step that needs --target kept groups, each kept with probability --keep-rate:
+Schedules of a step that needs 512 kept groups (--target), each kept with probability --keep-rate; shapes of one device
+need one for each prompt of their rows:
 
-    waves       rounds of --target prompts, one after the other, by the wave engine
-    slots       the same rounds by the slot engine, a queue for each
-    one queue   all rounds in one queue of the slot engine, left once enough groups are kept (backfill=stream)
+    rounds      rounds of so many prompts, one after the other, a queue for each
+    one queue   all rounds in one queue, left once enough groups are kept (backfill=stream)
     segments    a step goes on with the unfinished responses of earlier steps, then begins target / keep rate prompts;
                 it draws at most --segment-length tokens of each response; two queues, one after the other
 
-Responses are lognormal with a median of 3,000 tokens and sigma 1, half of the variance between prompts, at most 20,480.
-The engines' own rules decide what is decoded when, in chunks of 64 tokens. Rounds are as many as a step needs on
-average. A token takes the larger of operations / peak and bytes / bandwidth: a device reads its weights once, and the
-pages or windows of its rows; the shard with most pages sets the time. Links, prefill, draws and the host are left out.
-The prefill that segments repeat has columns of its own: each token once, and with the padding of the slot engine.
+Responses are lognormal with a median of 3,000 tokens and sigma 1, half of the variance between prompts, at most 20,480;
+a round is also shown with all of them that long. The engine's own rules decide what is decoded when. Rounds are as many
+as a step needs on average. A token takes the larger of operations / peak and bytes / bandwidth: a device reads its
+weights once, and the pages of its rows; the shard with most pages sets the time. Links, prefill, draws and the host are
+left out. The prefill that segments repeat has columns of its own: each token once, and with the engine's padding.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decoding_roofline import Machine, Queue, known, machines, slots_for, wave_seconds
+from decoding_roofline import SAMPLES, Machine, Simulation, known, machines, slots_for
 
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience
@@ -38,7 +38,8 @@ from dapo_jax.dynamic_sampling.accumulation import accumulate_groups, expected_p
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.models.flops import token_flops
-from dapo_jax.rollout.slot_queue import SlotLayout
+from dapo_jax.rollout.layout import Layout
+from dapo_jax.rollout.work import needed_work
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -48,7 +49,6 @@ from script_ends import command
 from dapo_jax.tools.plan import plan
 
 LIMIT, PROMPT_LIMIT = 20480, 2048  # tokens of a response and of a prompt, at most
-SAMPLES = 16  # of a prompt
 ROUNDS = 3  # whose time is averaged
 
 
@@ -71,7 +71,7 @@ class Prompts:
 
 
 def one_queue(
-    machine: Machine, layout_of: Callable[[int], SlotLayout], prompts: Prompts, given: argparse.Namespace
+    machine: Machine, layout_of: Callable[[int], Layout], prompts: Prompts, given: argparse.Namespace
 ) -> tuple[float, float]:
     """Mean seconds of a step of `accumulate_groups`, and tokens drawn per trained one.
 
@@ -87,9 +87,9 @@ def one_queue(
     seconds, drawn, trained = 0.0, 0, 0
     for step in range(1, given.steps + 1):
         layout = layout_of(expected_prompts(state, options, **sizes, step=step))
-        queue = Queue(machine, layout, LIMIT)
+        queue = Simulation(machine, layout, LIMIT)
 
-        def start_round(numbers: Sequence[int], queue: Queue = queue) -> Callable[[], Round]:
+        def start_round(numbers: Sequence[int], queue: Simulation = queue) -> Callable[[], Round]:
             rows = np.array(numbers) % count
             wait = queue.add(prompts.lengths[rows], prompts.responses[rows])
 
@@ -99,9 +99,7 @@ def one_queue(
 
             return judge
 
-        accepted = accumulate_groups(
-            start_round, state, source, options, **sizes, max_wave=given.target, step=step, overlaps=True
-        )
+        accepted = accumulate_groups(start_round, state, source, options, **sizes, step=step)
         assert accepted.experience is not None
         state = accepted.state
         seconds, drawn = seconds + queue.seconds, drawn + queue.drawn
@@ -170,88 +168,99 @@ def segmented(machine: Machine, given: argparse.Namespace) -> tuple[float, float
         seconds += old.seconds
         seconds += slot_queue(machine, cohorts[step].lengths, new, prompt_limit=PROMPT_LIMIT, limit=length).seconds
         needed += machine.peak_seconds(token_flops(machine.arch).of_prompts(begun))
-        padded += machine.peak_seconds(old.walk.computed["prefill"])
+        padded += machine.peak_seconds(old.counted.computed["prefill"])
     return seconds / given.steps, needed / given.steps, padded / given.steps
 
 
-def slot_queue(machine: Machine, prompts: np.ndarray, responses: np.ndarray, *, prompt_limit: int, limit: int) -> Queue:
-    """A whole generation of the slot engine."""
+def slot_queue(
+    machine: Machine, prompts: np.ndarray, responses: np.ndarray, *, prompt_limit: int, limit: int
+) -> Simulation:
+    """A queue for these prompts, at its end."""
     settings, history = machine.settings(prompt_limit=prompt_limit, limit=limit), known(responses, limit)
-    queue = Queue(machine, slots_for(machine, settings, prompts, responses.shape[1], history), limit)
+    queue = Simulation(machine, slots_for(machine, settings, prompts, responses.shape[1], history), limit)
     queue.add(prompts, responses)()
     return queue
 
 
-def in_rounds(
-    machine: Machine, layout: SlotLayout, prompts: Prompts, given: argparse.Namespace
-) -> tuple[float, float, float]:
-    """Mean rounds of a step, and their seconds by waves and by slots."""
-    settings, history = machine.settings(prompt_limit=PROMPT_LIMIT, limit=LIMIT), known(prompts.responses, LIMIT)
+def in_rounds(machine: Machine, layout: Layout, prompts: Prompts, given: argparse.Namespace) -> tuple[float, float]:
+    """Mean rounds of a step, and their seconds."""
     rounds = plan(given.keep_rate, target=given.target, gen_batch_size=given.target).rounds
-    waves = slots = 0.0
+    seconds = 0.0
     for first in range(0, ROUNDS * given.target, given.target):
         here = slice(first, first + given.target)
-        lengths, responses = prompts.lengths[here], prompts.responses[here]
-        waves += wave_seconds(machine, settings, lengths, responses, history)
-        queue = Queue(machine, layout, LIMIT)
-        queue.add(lengths, responses)()
-        slots += queue.seconds
-    return rounds, rounds * waves / ROUNDS, rounds * slots / ROUNDS
+        queue = Simulation(machine, layout, LIMIT)
+        queue.add(prompts.lengths[here], prompts.responses[here])()
+        seconds += queue.seconds
+    return rounds, rounds * seconds / ROUNDS
 
 
-def simulated(name: str, machine: Machine, given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The row of a shape in both tables; the second is empty without segments."""
+def one_round(name: str, machine: Machine, prompts: Prompts, given: argparse.Namespace) -> dict[str, Any]:
+    """The row of a shape in the table of rounds."""
+    row: dict[str, Any] = {"model, devices": name, "rows of a shard": given.target * SAMPLES // machine.fsdp}
+    lengths, responses = prompts.lengths[: given.target], prompts.responses[: given.target]
+    for case, drawn in (("long tail", responses), ("all longest", np.full_like(responses, LIMIT))):
+        queue = slot_queue(machine, lengths, drawn, prompt_limit=PROMPT_LIMIT, limit=LIMIT)
+        needed = needed_work(machine.arch, lengths, drawn)["decode"]
+        row[f"{case}: slots"] = ", ".join(map(str, queue.layout.ladder))
+        row[f"{case}: computed / needed"] = queue.counted.computed["decode"] / needed
+        row[f"{case}: s"] = queue.seconds if queue.seconds < 100 else round(queue.seconds)
+    return row
+
+
+def simulated(
+    name: str, machine: Machine, given: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The row of a shape in each table; the last is empty without segments."""
+    given = argparse.Namespace(**{**vars(given), "target": given.target or machine.target})
     count = max(4 * round(given.target / given.keep_rate), ROUNDS * given.target)
     prompts = Prompts.draw([given.seed, 0], count, given.keep_rate)
     settings, history = machine.settings(prompt_limit=PROMPT_LIMIT, limit=LIMIT), known(prompts.responses, LIMIT)
 
-    def layout_of(num_prompts: int) -> SlotLayout:
+    def layout_of(num_prompts: int) -> Layout:
         return slots_for(machine, settings, prompts.lengths, SAMPLES, history, num_prompts)
 
-    rounds, waves, slots = in_rounds(machine, layout_of(given.target), prompts, given)
+    rounds, apart = in_rounds(machine, layout_of(given.target), prompts, given)
     queue, drawn = one_queue(machine, layout_of, prompts, given)
     row = {
         "model, devices": name,
-        "waves, s": round(waves),
-        "slots, s": round(slots),
+        "rounds, s": round(apart),
         "one queue, s": round(queue),
-        "waves / slots": waves / slots,
-        "one queue / slots": queue / slots,
+        "one queue / rounds": queue / apart,
         "tokens drawn / trained: rounds": rounds,
         "one queue": drawn,
     }
     if not given.segment_length:
-        return row, {}
+        return one_round(name, machine, prompts, given), row, {}
     seconds, needed, padded = segmented(machine, given)
     first, most, tokens = staleness(prompts.responses, given.segment_length)
-    return row, {
+    segments = {
         "model, devices": name,
         "segments, s": round(seconds),
-        "segments / slots": seconds / slots,
+        "segments / rounds": seconds / apart,
         "prefill again, s": round(needed),
         "padded, s": round(padded),
         "steps from first token to update": first,
         "most": most,
         "from any token": tokens,
     }
+    return one_round(name, machine, prompts, given), row, segments
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     shapes = machines()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=shapes, default=list(shapes))
-    parser.add_argument("--target", type=int, default=512, help="kept groups per step, and prompts of a round")
+    parser.add_argument("--target", type=int, help="kept groups per step, and prompts of a round; default: the shape's")
     parser.add_argument("--keep-rate", type=float, default=1 / 3, help="share of groups that are kept")
     parser.add_argument("--segment-length", type=int, default=8192, help="tokens of a response per step; 0 = leave out")
     parser.add_argument("--steps", type=int, default=3, help="that are averaged, of one queue and of segments")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and of what is kept")
     given = parser.parse_args(arguments)
-    if min(given.target, given.steps) < 1 or not 0 < given.keep_rate <= 1 or not 0 <= given.segment_length < LIMIT:
+    positive = given.steps > 0 and (given.target is None or given.target > 0)
+    if not positive or not 0 < given.keep_rate <= 1 or not 0 <= given.segment_length < LIMIT:
         parser.error(f"--target and --steps must be positive, --keep-rate in (0, 1], --segment-length below {LIMIT}")
-    first, second = zip(*(simulated(name, shapes[name], given) for name in given.shape), strict=True)
-    print(markdown_table(first))
-    if given.segment_length:
-        print("\n" + markdown_table(second))
+    tables = zip(*(simulated(name, shapes[name], given) for name in given.shape), strict=True)
+    print("\n\n".join(markdown_table(rows) for rows in tables if rows[0]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The accelerator report: on a CPU with small sizes, and what it does with sections that fail or come too late."""
 
+import itertools
 import json
 import os
 import signal
@@ -171,5 +172,6 @@ def test_the_report_on_a_cpu(tmp_path):
     measured = {section["name"]: section["tables"] for section in report["sections"]}
     assert [row["step"] for row in measured["training"]["Steps"]] == list(range(1, 9))
     assert measured["update_0.5b"]["Update"][0]["tokens/s"] > 0 and measured["rollout_1.5b"]["Rollout"]
-    assert [row["engine"] for row in measured["long_tail"]["Engines"]] == ["waves", "slots"]
+    slots = [(row["slots"], row["lengths"]) for row in measured["long_tail"]["Slots"]]
+    assert slots == list(itertools.product((16, 8), ("equal", "long tail")))
     assert [row["measured peak"] for row in measured["memory"]["GiB of a device"]] == [None, None]

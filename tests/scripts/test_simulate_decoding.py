@@ -2,27 +2,27 @@
 
 import numpy as np
 import pytest
-from decoding_roofline import Machine, Queue
+from decoding_roofline import SAMPLES, Machine, Simulation
 from shapes import ARCH
-from simulate_decoding import LIMIT, SAMPLES, Prompts, main, segment, staleness
+from simulate_decoding import LIMIT, Prompts, main, segment, staleness
 
 from dapo_jax.parallel.devices import Limits
-from dapo_jax.rollout.slot_queue import PrefillSize, SlotLayout
+from dapo_jax.rollout.layout import Layout, PrefillSize
 
 
 @pytest.mark.parametrize("bandwidth", [1e3, 1e9])
 def test_a_chunk_by_hand(bandwidth):
     """Two shards of two devices: rows that read 3 pages and 1 page on the first, 1 page on the second."""
-    sizes = {"shards": 2, "slots": 2, "few_slots": 1, "pages": 9, "page_length": 8, "row_pages": 4}
-    layout = SlotLayout(1, **sizes, prefills=(PrefillSize(24, 2),))
+    sizes = {"shards": 2, "ladder": (2, 1), "chunk": 8, "pages": 9, "page_length": 8, "row_pages": 4}
+    layout = Layout(1, **sizes, prefills=(PrefillSize(24, 2),))
     machine = Machine(ARCH, Limits("device", None, flops=1e6, bandwidth=bandwidth, link=None), 2, 2, free=0.0)
-    queue = Queue(machine, layout, limit=8)
+    queue = Simulation(machine, layout, limit=8)
     queue.add(np.array([25, 9, 9]), np.array([[8], [1], [5]]))()
     weights = 2 * (2 * 48 * 64 + 2 * 48 * 32 + 3 * 48 * 80) + 64 * 48
     keys = (3 + 1 + 2) * 8  # pages, and a tail for each slot
     operations = 2 * 2 * weights + keys * 2 * 4 * 4 * 16
     read = 2 * weights + keys * 2 * 2 * 2 * 16 * 2
-    assert queue.walk.decodes == {2: 1}
+    assert queue.counted.decodes == {(2, 0): 1}
     assert queue.seconds == pytest.approx(8 * max(operations / 1e6, read / bandwidth) / 2)
     assert queue.drawn == 8 + 1 + 5
 
@@ -48,10 +48,11 @@ def test_staleness_by_hand():
 @pytest.mark.slow
 def test_the_command_prints_a_row_for_each_shape(capsys):
     small = ["--target", "2", "--keep-rate", "0.5", "--steps", "1"]
-    main(["--shape", "7B v5p:2x2x4", "7B h100:8", *small])
-    first, second = capsys.readouterr().out.split("\n\n")
-    assert "| 7B v5p:2x2x4 |" in first and "| 7B h100:8 |" in second and "segments" not in first
-    for row in first.splitlines()[2:]:
+    main(["--shape", "7B v5p:2x2x4", "7B h100:8", "0.5B h100:1, 256 rows", *small])
+    first, second, third = (table.splitlines() for table in capsys.readouterr().out.split("\n\n"))
+    assert first[4].startswith("| 0.5B h100:1, 256 rows | 32 | 32, 16, 8 |") and "segments" not in second[0]
+    assert first[2].startswith("| 7B v5p:2x2x4 | 8 |") and third[4].startswith("| 0.5B h100:1, 256 rows |")
+    for row in second[2:4]:
         *_, ratio, rounds, drawn = map(float, row.strip("| ").split(" | ")[1:])
         assert 0 < ratio <= 1 and 2 < rounds < 3 and drawn > 1 / 0.5, "one queue is not slower than rounds"
     main(["--shape", "7B h100:8", "--segment-length", "0", *small])
