@@ -25,6 +25,7 @@ PREFILL_BYTES = 2.0**30  # of a device's memory for one call of prefill, besides
 SCORES = 4  # float32 arrays of a row's scores of the vocabulary that a draw has in memory at once
 MARGIN = 0.3  # of the memory stays free of expected keys and values, the less the more equal lengths are
 CHEAP_ROWS = 64  # of a shard, that decode about as fast as fewer: what they take is reading the weights
+ALIKE = 0.43  # the evenness from which all rows have slots at once, if they fit
 STEPS = 4  # of the ladder of pages, each a half of the one before; from an evenness of EQUAL on, when slots empty ...
 EQUAL, FEW_STEPS = 0.75, 2  # ... together, so many
 
@@ -208,9 +209,8 @@ def _of_stretches(sizes: _Sizes) -> Layout:
     slots, at_once = max(slots, 1), sizes.at_once(width)
     prompts = 2 + -(-slots // num_samples) + max(at_once // 2, 4 // num_samples, 1) + 2 * at_once
     prefill = PrefillSize(width, min(at_once, -(-sizes.rows // num_samples)))
-    return Layout(
-        num_samples, sizes.shards, rungs(slots, slots.bit_length(), least=1), prompts, width, chunk, 1, (prefill,), stretches
-    )
+    ladder = rungs(slots, slots.bit_length(), least=1)
+    return Layout(num_samples, sizes.shards, ladder, prompts, width, chunk, 1, (prefill,), stretches)
 
 
 def stretches_of(tokens: int, chunk: int) -> tuple[int, ...]:
@@ -263,10 +263,10 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
 
 
 def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -> int:
-    """Slots of a shard: max_num_seqs, or one for each row if they fit the memory; for few programs, a bucket of them.
+    """Slots of a shard: max_num_seqs, or by memory and lengths; for few programs, a bucket of them.
 
-    Rows that do not all fit wait for slots. The last of them leave slots empty, the longer the less equal the lengths
-    are, so with few rows a part of the memory is left free.
+    Rows that fit the memory all have slots at once if their lengths are alike. Otherwise some wait for slots. The last
+    of them leave slots empty, the longer the less equal the lengths are, so with few rows a part of the memory is free.
 
     Args:
         per_slot, per_row: bytes that a slot takes, and that are expected of the keys and values of its row.
@@ -276,11 +276,12 @@ def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -
         return min(max(most // sizes.shards, 1), bucket(rows))
     part = 1 - MARGIN * (1 - evenness)
     fitting = int(part * sizes.memory / (part * per_slot + per_row))
-    if rows <= fitting:
+    share = min(evenness / ALIKE, 1.0) if rows <= fitting else evenness
+    slots = min(fitting, max(CHEAP_ROWS, int(share * rows)))
+    if slots >= rows:
         return bucket(rows)
-    fitting = min(fitting, max(CHEAP_ROWS, int(evenness * rows)))
-    half = 1 << max(fitting, 1).bit_length() - 1
-    return half * 3 // 2 if fitting >= half * 3 // 2 else half
+    half = 1 << max(slots, 1).bit_length() - 1
+    return half * 3 // 2 if slots >= half * 3 // 2 else half
 
 
 class _Pages(NamedTuple):
