@@ -42,7 +42,7 @@ def recorded():
 
 
 @pytest.mark.slow
-@pytest.mark.long("pages-(1, 1, 1)-{'max_num_seqs': 8}", "stretches-(2, 2, 2)")  # each kind on another mesh
+@pytest.mark.long("pages-(1, 1, 1)-{'max_num_seqs': 8}", "stretches-(1, 1, 1)")  # each kind
 @pytest.mark.parametrize(
     ("kind", "shape", "changes"),
     [
@@ -88,6 +88,7 @@ def test_a_continued_response_keeps_the_records_of_its_first_tokens(kind):
 
 
 @pytest.mark.short("pages")
+@pytest.mark.long("pages")
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_nothing_is_recorded_for_evaluation(kind):
     rollout = roll_out(shared(engine(kind, one_device_mesh(), max_num_seqs=8)), purpose=EVALUATE)
