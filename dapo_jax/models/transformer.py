@@ -92,7 +92,7 @@ def prefill(
     return hidden[:, -1], list(caches), chosen_experts(chosen)
 
 
-def decode_with(
+def decode(
     attend: Callable[..., tuple[jax.Array, Any]],
     params: Params,
     tokens: jax.Array,

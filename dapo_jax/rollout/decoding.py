@@ -41,7 +41,7 @@ class OpenedCache(NamedTuple):
 
     fixed: list[Any]  # of each layer, what no token changes
     carried: list[Any]  # of each layer, what goes from token to token
-    attend: Callable[..., Any]  # (index of the token, kind, (fixed, carried), ...), see transformer.decode_with
+    attend: Callable[..., Any]  # (index of the token, kind, (fixed, carried), ...), see transformer.decode
     closed: Callable[[list[Any]], Any]  # what is carried in the end -> the cache after the chunk
 
 
@@ -161,7 +161,7 @@ def decode(
         tokens, finished, carried = carry
         attend, layers = functools.partial(cache.attend, index), list(zip(cache.fixed, carried, strict=True))
         places = plan.prompt_lengths - 1 + plan.sampled + index
-        hidden, layers, experts = transformer.decode_with(attend, params, tokens, places, layers, arch)
+        hidden, layers, experts = transformer.decode(attend, params, tokens, places, layers, arch)
         logits = block_logits(params, hidden, arch)
         drawn, logprobs = sample(logits, keys, plan.begun + plan.sampled + index, sampling, eos_ids)
         ended = jnp.isin(drawn, jnp.array(eos_ids, jnp.int32))

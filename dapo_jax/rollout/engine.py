@@ -252,13 +252,9 @@ class _Open:
 class Pending:
     """Responses to Q prompts that were submitted together; row b answers prompt b // num_samples."""
 
-    def __init__(self, queue: _Open, first_row: int, prompt_lengths: np.ndarray, responses: Responses) -> None:
-        self._queue, self._first_row, self._prompt_lengths, self._responses = (
-            queue,
-            first_row,
-            prompt_lengths,
-            responses,
-        )
+    def __init__(self, opened: _Open, first_row: int, prompt_lengths: np.ndarray, responses: Responses) -> None:
+        self._opened, self._first_row = opened, first_row
+        self._prompt_lengths, self._responses = prompt_lengths, responses
 
     @property
     def parked(self) -> np.ndarray:
@@ -266,14 +262,14 @@ class Pending:
         return np.flatnonzero(self._responses.parked)
 
     def resume(self, row: int, tokens: Sequence[int]) -> None:
-        """A row that waits goes on after these tokens; what is known of its keys and values is kept while it waits.
+        """A row that waits goes on after these tokens. Until then it keeps its pages, if there are enough.
 
         Raises:
             InputError: it does not wait, or has no room for the tokens and one of the policy.
         """
-        responses = self._responses
-        known = responses.append(row, tokens) - len(tokens) - int(responses.begun[row])
-        self._queue.queue.resume(self._first_row + row, known)
+        known = int(self._responses.drawn()[row])
+        self._responses.append(row, tokens)
+        self._opened.queue.resume(self._first_row + row, known)
 
     def end(self, row: int) -> None:
         """A row that waits ends as it is."""
@@ -288,17 +284,19 @@ class Pending:
         Raises:
             RuntimeError: rows wait for tokens, and nothing else goes on.
         """
-        queue, responses = self._queue, self._responses
+        opened, responses = self._opened, self._responses
         while not responses.ended.all():
-            if not queue.step() and not responses.ended.all():
+            if not opened.step() and not responses.ended.all():
                 raise RuntimeError(f"rows {self.parked.tolist()} wait for tokens: resume or end them")
-        del queue.responses.parts[self._first_row]
-        if not queue.responses.parts:
-            queue.devices.free()
-        queue.engine.learnt.history(queue.request.purpose).add(responses.drawn())
-        drawn = responses.drawn().reshape(len(self._prompt_lengths), -1)
-        needed = needed_work(queue.engine.settings.arch, self._prompt_lengths, drawn)
-        rollout = dataclasses.replace(responses.rollout(), work=work_of(queue.devices.counted.take_computed(), needed))
+        del opened.responses.parts[self._first_row]
+        if not opened.responses.parts:
+            opened.devices.free()
+        drawn = responses.drawn()
+        opened.engine.learnt.history(opened.request.purpose).add(drawn)
+        lengths = self._prompt_lengths
+        needed = needed_work(opened.engine.settings.arch, lengths, drawn.reshape(len(lengths), -1))
+        work = work_of(opened.devices.counted.take_computed(), needed)
+        rollout = dataclasses.replace(responses.rollout(), work=work)
         records = responses.records
         if records is None:
             return rollout

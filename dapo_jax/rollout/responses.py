@@ -90,8 +90,8 @@ class Responses:
             if waits(row, self.tokens[row, : lengths[row]].tolist()):
                 self.parked[row], self.complete[row], self.ended[row] = True, False, False
 
-    def append(self, row: int, tokens: Sequence[int]) -> int:
-        """A row that waits goes on after these tokens, which the policy has not written; returns how many it has.
+    def append(self, row: int, tokens: Sequence[int]) -> None:
+        """A row that waits goes on after these tokens, which the policy has not written.
 
         Raises:
             InputError: the row does not wait, or has no room for the tokens and one of the policy.
@@ -105,7 +105,6 @@ class Responses:
         new = slice(known, known + len(tokens))
         self.tokens[row, new], self.mask[row, new], self.given[row, new] = tokens, True, True
         self.parked[row] = False
-        return known + len(tokens)
 
     def end(self, row: int) -> None:
         """A row that waits ends as it is."""
