@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.errors import InputError
+from dapo_jax.parallel.ordered_sums import segment_sum
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "group-token-mean")
 
@@ -51,7 +52,7 @@ def token_weights(
         return per_sequence / scale_factor
     if mode == "group-token-mean":
         segments, rows = group_ids - jnp.min(group_ids), mask.shape[0]
-        group_tokens = jax.ops.segment_sum(lengths, segments, rows)
+        group_tokens = segment_sum(lengths, segments, rows)
         num_groups = jnp.sum(group_tokens > 0)
         return mask / jnp.maximum(group_tokens, 1)[segments][:, None] / jnp.maximum(num_groups, 1)
     raise InputError(f"loss_agg_mode={mode!r} must be one of {', '.join(MODES)}")

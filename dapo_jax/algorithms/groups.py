@@ -5,6 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.parallel.ordered_sums import segment_sum
+
 
 class Groups:
     """Statistics of each row's group, [B] -> [B]."""
@@ -19,7 +21,7 @@ class Groups:
         return reduce(values, self.ids, self.num_groups)[self.ids]
 
     def sum(self, values: jax.Array) -> jax.Array:
-        return self._over(jax.ops.segment_sum, values)
+        return self._over(segment_sum, values)
 
     def highest(self, values: jax.Array) -> jax.Array:
         return self._over(jax.ops.segment_max, values)

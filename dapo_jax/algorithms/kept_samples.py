@@ -38,7 +38,7 @@ def keep_samples(
     for sign, ratio in ((1, keep_pos_ratio), (-1, keep_neg_ratio)):
         chosen = trained & (sign * advantages > 0)
         order = jnp.lexsort((jnp.arange(len(scores)), -sign * scores, ~chosen, group_ids))
-        position = jnp.zeros_like(order).at[order].set(jnp.arange(len(scores)))
+        position = jnp.zeros_like(order).at[order].set(jnp.arange(len(scores)), unique_indices=True)
         rank = position - groups.lowest(position)
         # A millionth less, so that 0.3 of 10 stays 3 in float32.
         limit = jnp.ceil(ratio * (1 - 1e-6) * groups.sum(chosen.astype(jnp.float32)))

@@ -13,9 +13,9 @@ from dapo_jax.algorithms.arguments import chosen, required
 from dapo_jax.algorithms.group_relative import Estimates, grpo
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.ratios import TokenLoss
+from dapo_jax.config.own_functions import is_own, load_named
 from dapo_jax.data.containers import Mean
 from dapo_jax.errors import InputError
-from dapo_jax.own_functions import is_own, load_named
 
 LOSS, ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 

@@ -4,10 +4,13 @@ A sequence is those of its tokens that `mask` marks. `sequences` [B, R] int32 nu
 without it, a row is one sequence.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from dapo_jax.data.containers import Mean
+from dapo_jax.parallel.ordered_sums import rows_along, segment_sum
 
 MAX_LOG_RATIO = 20.0  # beyond it the ratio is constant, so that exp cannot overflow
 TokenLoss = tuple[jax.Array, dict[str, Mean]]
@@ -25,8 +28,8 @@ def sequence_mean(values: jax.Array, mask: jax.Array, sequences: jax.Array | Non
     def total(x: jax.Array) -> jax.Array:
         if sequences is None:
             return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
-        sums = jax.vmap(lambda x, numbers: jax.ops.segment_sum(x, numbers, x.shape[0] + 1)[numbers])
-        return sums(x, sequences)
+        sums = jax.vmap(functools.partial(segment_sum, count=x.shape[1] + 1))(x, sequences)
+        return rows_along(sums[..., None], sequences)[..., 0]
 
     return total(values) / jnp.maximum(total(counts), 1)
 

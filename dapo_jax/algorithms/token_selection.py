@@ -75,5 +75,5 @@ def _share(mask: jax.Array, ratio: float) -> jax.Array:
 def _smallest(values: jax.Array, count: jax.Array) -> jax.Array:
     """True at the `count` smallest entries; ties go to the first."""
     order = jnp.argsort(values, axis=None, stable=True)
-    ranks = jnp.zeros_like(order).at[order].set(jnp.arange(values.size))
+    ranks = jnp.zeros_like(order).at[order].set(jnp.arange(values.size), unique_indices=True)
     return (ranks < count).reshape(values.shape)

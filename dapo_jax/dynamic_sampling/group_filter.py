@@ -8,6 +8,7 @@ from flax import struct
 
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.errors import InputError
+from dapo_jax.parallel.ordered_sums import segment_sum
 
 
 @struct.dataclass
@@ -24,10 +25,10 @@ class GroupStatistics:
 @functools.partial(jax.jit, static_argnames=("num_groups",))
 def group_statistics(values: jax.Array, group_ids: jax.Array, *, num_groups: int) -> GroupStatistics:
     """Statistics of `values` [B] over the rows of each group; group_ids [B] in [0, num_groups), in any order."""
-    count = jax.ops.segment_sum(jnp.ones_like(values), group_ids, num_groups)
-    mean = jax.ops.segment_sum(values, group_ids, num_groups) / jnp.maximum(count, 1)
+    count = segment_sum(jnp.ones_like(values), group_ids, num_groups)
+    mean = segment_sum(values, group_ids, num_groups) / jnp.maximum(count, 1)
     deviation = values - mean[group_ids]
-    variance = jax.ops.segment_sum(jnp.square(deviation), group_ids, num_groups) / jnp.maximum(count, 1)
+    variance = segment_sum(jnp.square(deviation), group_ids, num_groups) / jnp.maximum(count, 1)
     lowest = jax.ops.segment_min(values, group_ids, num_groups)
     highest = jax.ops.segment_max(values, group_ids, num_groups)
     std = jnp.where(highest > lowest, jnp.sqrt(variance), 0.0)

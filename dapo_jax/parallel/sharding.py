@@ -11,9 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.errors import InputError
-from dapo_jax.parallel.divisors import divisors, nearest
+from dapo_jax.errors import InputError, divisors, nearest
 from dapo_jax.parallel.mesh import BATCH_AXES, num_batch_shards
+from dapo_jax.parallel.ordered_sums import rows_of
 from dapo_jax.parallel.processes import waiting
 
 Rules = dict[str, str | None]
@@ -156,13 +156,13 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["tensor"] == 1:
-        return constrain(table, PartitionSpec())[constrain_rows(tokens)]
+        return rows_of(constrain(table, PartitionSpec()), constrain_rows(tokens))
     axes = set(mesh.axis_names) - set(mesh.manual_axes)  # all: XLA aborts on CPUs where bfloat16 is summed over a part
 
     def of_share(share: jax.Array, tokens: jax.Array) -> jax.Array:
         place = tokens - jax.lax.axis_index("tensor") * share.shape[0]
         here = (place >= 0) & (place < share.shape[0])
-        found = share[jnp.where(here, place, 0)]
+        found = rows_of(share, jnp.where(here, place, 0))
         return jax.lax.psum(jnp.where(here[..., None], found, 0), "tensor")
 
     rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes))

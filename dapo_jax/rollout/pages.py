@@ -1,7 +1,7 @@
 """Device: keys and values in pages, which a kernel reads where they lie.
 
 Sizes: A pages of C tokens, M pages that a row has at most; pages are numbered on each shard of the batch, and page 0 of
-a shard takes what nobody reads. Layers with a window have fewer pages, R of a row: those that the window reaches from a
+a shard is a scratch page. Layers with a window have fewer pages, R of a row: those that the window reaches from a
 chunk (shards.py). A chunk of C tokens goes to a tail of one page, which becomes a page in the end.
 """
 
@@ -97,8 +97,15 @@ def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:
 
 
 def _put(held: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
-    """`held` with `pages` at `places`, each shard's own."""
-    local = jax.shard_map(
-        lambda held, pages, places: held.at[places].set(pages), in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS
-    )
-    return local(held, pages, places)
+    """`held` with `pages` at `places`, each shard's own; nothing is written to page 0.
+
+    All other places differ, and this says so: a GPU then stores, without atomics, which are slow in 16 bits.
+    """
+
+    def local(held: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
+        outside = len(held) + jnp.arange(len(places))  # these are dropped, and differ too
+        places = jnp.where(places > 0, places, outside)
+        return held.at[places].set(pages, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+    spread = jax.shard_map(local, in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS)
+    return spread(held, pages, places)

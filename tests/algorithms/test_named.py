@@ -15,10 +15,10 @@ from dapo_jax.algorithms.policy_loss import vanilla
 from dapo_jax.command.option_uses import unread
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import freeze, with_values
-from dapo_jax.learner.choices import needs_statistics, trained
-from dapo_jax.monitor.own_files import keep_files
-from dapo_jax.settings import algorithm_settings
-from dapo_jax.training import train
+from dapo_jax.learner.networks import needs_statistics, trained
+from dapo_jax.monitor.recipe import keep_files
+from dapo_jax.run.settings import algorithm_settings
+from dapo_jax.training.loop import train
 
 LOSS, ESTIMATOR = named.LOSS, named.ESTIMATOR
 CODE = """
@@ -100,7 +100,7 @@ def test_its_parameters_decide_what_else_is_read(mine):
     own = config(actor__policy_loss__loss_mode=mine("plain"), actor__clip_ratio_low=0.1, actor__clip_ratio_c=5.0)
     assert list(unread(own)) == ["actor.clip_ratio_c"]
     valued = config(algorithm__adv_estimator=mine("valued"), algorithm__lam=0.9, algorithm__gamma=0.9)
-    assert list(unread(valued)) == ["algorithm.gamma"] and trained(valued) == ("actor", "critic")
+    assert list(unread(valued)) == ["algorithm.gamma"] and list(trained(valued)) == ["actor", "critic"]
     assert not needs_statistics(valued.algorithm)
     parts = '{"right": "math_dapo", "brief": {"function": "format", "weight": 0.5}}'
     several = config(algorithm__adv_estimator=mine("several"), reward__functions=parts)
@@ -111,7 +111,7 @@ def test_its_parameters_decide_what_else_is_read(mine):
     assert (
         "keep_pos_ratio=0.5 is not read" in problems({ESTIMATOR: mine("centred"), "algorithm.keep_pos_ratio": 0.5})[0]
     )
-    with pytest.raises(dx.InputError, match="a Policy has no algorithm.adv_estimator=.*hinted"):
+    with pytest.raises(dx.InputError, match="Policy does not support algorithm.adv_estimator=.*hinted"):
         dx.Policy(dx.load_config("tiny", {ESTIMATOR: mine("hinted")}))
 
 
