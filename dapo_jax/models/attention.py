@@ -42,37 +42,41 @@ def capped(scores: jax.Array, cap: float | None) -> jax.Array:
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+def matmul(subscripts: str, x: jax.Array, weight: jax.Array, *, narrow: bool = False) -> jax.Array:
     """einsum with both operands in the dtype of `weight` and a float32 result, in the backward pass too.
 
     On its own, JAX would widen a bfloat16 operand to float32 and multiply it by the float32 cotangent.
     Each subscript appears in at least two of the three arrays.
+
+    Args:
+        narrow: the result, and in the backward pass the cotangent of `x`, have the dtype of `weight`.
     """
-    return _matmul(subscripts, x, weight)
+    return _matmul(subscripts, narrow, x, weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> Any:
-    return _product(subscripts, x.astype(weight.dtype), weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(subscripts: str, narrow: bool, x: jax.Array, weight: jax.Array) -> Any:
+    return _product(subscripts, x.astype(weight.dtype), weight, narrow)
 
 
-def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(subscripts: str, x: jax.Array, y: jax.Array, narrow: bool = False) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
+    dtype = x.dtype if narrow else jnp.float32
+    return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=dtype)
 
 
-def _forward(subscripts: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(subscripts: str, narrow: bool, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
     rounded = x.astype(weight.dtype)
-    return _product(subscripts, rounded, weight), (rounded, weight, jnp.zeros((), x.dtype))
+    return _product(subscripts, rounded, weight, narrow), (rounded, weight, jnp.zeros((), x.dtype))
 
 
-def _backward(subscripts: str, saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(subscripts: str, narrow: bool, saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight, x_like = saved
     inputs, output = subscripts.split("->")
     of_x, of_weight = inputs.split(",")
     # Without the barrier, a CPU recomputes transposed operands for every column of the product.
     x, cotangent = jax.lax.optimization_barrier((x, cotangent.astype(weight.dtype)))
-    to_x = _product(f"{output},{of_weight}->{of_x}", cotangent, weight)
+    to_x = _product(f"{output},{of_weight}->{of_x}", cotangent, weight, narrow)
     to_weight = _product(f"{of_x},{output}->{of_weight}", x, cotangent)
     return to_x.astype(x_like.dtype), to_weight.astype(weight.dtype)
 

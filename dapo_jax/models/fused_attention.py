@@ -8,18 +8,13 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public function takes no packed sequences
 from jax.sharding import PartitionSpec
 
 from dapo_jax.data.containers import Bins
-from dapo_jax.data.padding import bucket
-from dapo_jax.errors import InputError
-from dapo_jax.models import splash, tree_attention, tree_ranges
+from dapo_jax.models import cudnn, splash, tree_attention, tree_ranges
 from dapo_jax.models.attention import PLAIN, XLA, Attend, BinAttention, Scores
 from dapo_jax.models.flops import causal_pairs
 from dapo_jax.parallel.devices import cuda_generation
@@ -86,34 +81,9 @@ def unfit(implementation: str, device: Any, dtype: Any, head_dim: int, cap: floa
     return ""
 
 
-def _traced_in(context: Callable[[], AbstractContextManager[Any]], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` (query, key, value, bins), traced inside a context in its backward pass too."""
-
-    @jax.custom_vjp
-    def attend(*arrays: Any) -> jax.Array:
-        with context():
-            return kernel(*arrays)
-
-    def forward(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins) -> tuple[jax.Array, Any]:
-        with context():
-            return jax.vjp(lambda *operands: kernel(*operands, bins), query, key, value)
-
-    def backward(pull_back: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-        with context():
-            return *pull_back(cotangent), None
-
-    attend.defvjp(forward, backward)
-    return attend
-
-
 def _exact() -> AbstractContextManager[Any]:
     """Products of float32 arrays are not rounded; TPUs would round the operands to bfloat16."""
     return jax.default_matmul_precision("highest")
-
-
-def _trusted() -> AbstractContextManager[Any]:
-    """JAX asks whether this machine's GPU has the kernel; `unfit` and `bin_attention` have asked those of the mesh."""
-    return mock.patch.object(cudnn, "check_compute_capability", lambda capability: True)
 
 
 def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[..., Attend]:
@@ -127,7 +97,7 @@ def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[..., Attend]:
         spec = PartitionSpec(rows, None, "tensor" if "tensor" in axes else None)
 
         def attend_bins(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            chosen = _traced_in(_exact, one_device) if query.dtype == jnp.float32 else one_device
+            chosen = cudnn.traced_in(_exact, one_device) if query.dtype == jnp.float32 else one_device
             if not axes:
                 return chosen(query, key, value, bins)
             divided = jax.shard_map(
@@ -144,57 +114,10 @@ def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[..., Attend]:
     return attend
 
 
-def _lengths(bins: Bins) -> Bins:
-    """Host: adds the slots of each tree. An empty bin has one, since cuDNN takes no row without keys."""
-    trees = max(int(bins.trees.max()), 1)
-    trees = trees if trees < 4 else bucket(trees)
-    found = (bins.trees[:, :, None] == np.arange(1, trees + 1)).sum(axis=1, dtype=np.int32)
-    found[:, 0] = np.maximum(found[:, 0], 1)
-    return dataclasses.replace(bins, lengths=found)
-
-
-def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins, scores: Scores = PLAIN) -> jax.Array:
-    """Padding is zeroed before and after: cuDNN leaves any value there."""
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        raise InputError(f"query.dtype={query.dtype} must be bfloat16 or float16 with cuDNN: cast the weights")
-    assert scores.cap is None
-    real = (bins.trees > 0)[:, :, None, None]
-    query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))
-    return jnp.where(real, _cudnn_kernel(query, key, value, bins.lengths, scores.window), 0).astype(jnp.float32)
-
-
-def _cudnn_kernel(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, window: int | None) -> Any:
-    """cuDNN's attention, causal within sequences that begin one after the other.
-
-    Args:
-        lengths: [N, M], 0 where a bin has fewer than M sequences.
-        window: as in Scores.
-    """
-    sizes: dict[str, Any] = {"q_seqlen": lengths[:, 0], "kv_seqlen": lengths[:, 0]}
-    if lengths.shape[1] > 1:
-        begins = jnp.where(lengths > 0, jnp.cumsum(lengths, axis=1) - lengths, -1)
-        begins = jnp.pad(begins, ((0, 0), (0, 1)), constant_values=-1)
-        lengths = jnp.where(lengths > 0, lengths, -1)
-        sizes = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": begins, "kv_offsets": begins}
-    return cudnn.dot_product_attention(
-        query,
-        key,
-        value,
-        scale=query.shape[-1] ** -0.5,
-        mask_type=cudnn.MaskType.PADDING_CAUSAL,
-        sliding_window_length=window,
-        **sizes,
-    )
-
-
-def _trusted_cudnn(*arrays: Any, scores: Scores = PLAIN) -> jax.Array:
-    return _traced_in(_trusted, functools.partial(_cudnn, scores=scores))(*arrays)
-
-
 CUDNN = BinAttention(
     name="cudnn",
-    attend=on_each_device(_trusted_cudnn),
-    prepare=_lengths,
+    attend=on_each_device(cudnn.attend),
+    prepare=cudnn.prepare,
     pairs=lambda bins, window=None: causal_pairs(bins.lengths, window).sum(axis=1),
     skips=True,
     rounded=lambda width: -(-width // 128) * 128,

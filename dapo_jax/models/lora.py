@@ -108,9 +108,24 @@ def with_adapters(base: dict[str, Any], adapters: dict[str, Any], lora: Lora, dt
     return {**base, "layers": {**base["layers"], **layers}}
 
 
+def writes_narrow() -> bool:
+    """Inside jit: whether a layer's matrices write their products in their own dtype, half the bytes: on GPUs.
+
+    On CPUs XLA widens the products again, and drops their rounding in one program and keeps it in another, so that
+    sampling and training differ; on TPUs, where they are fused with what follows, there is little to save. Where
+    "tensor" divides the matrices, devices add up some products and some cotangents, which must be float32.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    return device is not None and device.platform == "gpu" and mesh.shape["tensor"] == 1
+
+
 def adapted(subscripts: str, x: jax.Array, layer: dict[str, Any], name: str) -> jax.Array:
-    """The product of `x` with matrix `name` of a layer, and with its adapter if it has one; float32."""
-    result = matmul(subscripts, x, layer[name])
+    """The product of `x` with matrix `name` of a layer, and with its adapter if it has one; float32.
+
+    The product with the matrix may have been written narrow, those with the adapter, which is small, are float32.
+    """
+    result = matmul(subscripts, x, layer[name], narrow=writes_narrow()).astype(jnp.float32)
     if name + A not in layer:
         return result
     inputs, output = subscripts.split("->")

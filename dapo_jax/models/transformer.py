@@ -3,7 +3,8 @@
 Sizes: B rows, T tokens, D hidden, N query heads, K key-value heads, G = N // K, H head size, V vocabulary;
 Q prompts of P tokens for prefill.
 
-Precision: operands of matrix products are in the dtype of the weight, everything else is float32.
+Precision: operands of matrix products are in the dtype of the weight, and on GPUs so are the results of a layer's
+(`lora.writes_narrow`); everything else is float32.
 """
 
 import functools

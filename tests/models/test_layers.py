@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import functools
 
@@ -6,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_policy
+from jax.sharding import AbstractDevice, AbstractMesh
+from jaxprs import equations
 
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Layer
-from dapo_jax.models.attention import XLA
-from dapo_jax.models.layers import rotary, rotary_frequencies, rotate
+from dapo_jax.models.attention import XLA, attention, causal
+from dapo_jax.models.layers import block, layer_weights, rotary, rotary_frequencies, rotate
 from dapo_jax.models.rope_scaling import Llama3RopeScaling
 from dapo_jax.models.transformer import forward, forward_bins
-from dapo_jax.models.weights import init_params
+from dapo_jax.models.weights import cast_matrices, init_params
 
 ARCH = dataclasses.replace(small_policy.ARCH, num_layers=3, head_dim=24)
 NO_ROTARY = Layer(rotary=False)
@@ -85,3 +88,31 @@ def test_rotation_pairs_the_halves_and_keeps_only_relative_positions():
 
     found = np.asarray(products(np.array([9, 105, 4]), np.array([4, 100, 9])))
     assert found[0] == pytest.approx(found[1], abs=1e-4) and found[0] != pytest.approx(found[2], abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("platform", "tensor", "dtype", "narrow"),
+    [("gpu", 1, "bfloat16", 14), ("gpu", 2, "bfloat16", 0), ("cpu", 1, "bfloat16", 0), ("gpu", 1, "float32", 0)],
+)
+def test_projections_of_a_layer_write_bfloat16_on_gpus_and_all_else_is_float32(platform, tensor, dtype, narrow):
+    """Seven products forward and seven cotangents; attention's six and the gradients of seven matrices are wide."""
+    x, mask = np.zeros((2, 6, ARCH.hidden_size), np.float32), np.ones((2, 6), bool)
+    layer = layer_weights(cast_matrices(params(), ARCH, jnp.dtype(dtype))["layers"], ARCH)[0]
+
+    def attend(query, key, value):
+        return attention(query, key, value, causal(6, mask)), None
+
+    def result(x, layer):
+        return block(Layer(), x, layer, rotary(np.arange(6)[None], ARCH), attend, ARCH)[0]
+
+    device = AbstractDevice(device_kind="any", num_cores=None, platform=platform)
+    mesh = AbstractMesh((1, 1, tensor), ("data", "fsdp", "tensor"), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.make_jaxpr(lambda *given: jax.vjp(result, *given)[1](given[0]))(x, layer)
+        assert jax.eval_shape(result, x, layer).dtype == jnp.float32
+    found = collections.Counter(
+        (one.primitive.name, one.outvars[0].aval.dtype.name) for one, _ in equations(traced.jaxpr)
+    )
+    products = {kind: found["dot_general", kind] for kind in ("bfloat16", "float32")}
+    assert products == {"bfloat16": narrow, "float32": 27 - narrow}
+    assert found["rsqrt", "float32"] == 2 and found["rsqrt", "bfloat16"] == 0
