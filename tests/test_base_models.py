@@ -9,8 +9,8 @@ import tokenizers
 from small_run import small_config
 from tokenizers.models import WordLevel
 
-from dapo_jax.base_models import check_model_paths, context_warning, read_model
 from dapo_jax.monitor.records import write_config
+from dapo_jax.run.base_models import check_model_paths, context_warning, read_model
 
 MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"  # made for 512 positions
 
@@ -65,7 +65,7 @@ def test_a_step_of_a_run_is_found_if_its_checkpoints_are_elsewhere(tmp_path, mon
     before = small_config(tmp_path / "run", **{"trainer.checkpoint_dir": str(tmp_path / "elsewhere")})
     (tmp_path / "run").mkdir()
     write_config(tmp_path / "run", dataclasses.asdict(before))
-    monkeypatch.setattr("dapo_jax.other_runs.saved_steps", lambda directory: [2])
+    monkeypatch.setattr("dapo_jax.run.other_runs.saved_steps", lambda directory: [2])
     check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/2"}))
     with pytest.raises(ValueError, match="holds steps"):
         check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/3"}))

@@ -24,15 +24,15 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
 from dapo_jax.data.columns import Columns
 from dapo_jax.data.prompt_files import read_prompt_files
-from dapo_jax.downloads import with_downloads
-from dapo_jax.evaluate import bench
-from dapo_jax.export import export
+from dapo_jax.evaluate.evaluate import bench
+from dapo_jax.export.export import export
 from dapo_jax.hub import client
 from dapo_jax.hub.names import HubName, data_name, model_name
 from dapo_jax.hub.repositories import fetch_model, model_at, pinned_name
 from dapo_jax.monitor.records import write_config
 from dapo_jax.preflight.report import read_shape
-from dapo_jax.training import train
+from dapo_jax.run.downloads import with_downloads
+from dapo_jax.training.loop import train
 
 MODEL, DATA = "someone/tiny-model", "hf://someone/sums"
 FILES = {"data.task": "files", "data.train_files": (f"{DATA}/train",)}
@@ -92,14 +92,13 @@ def test_names_are_read_as_they_are_written(tmp_path, monkeypatch):
         "a/b@v1.0": HubName("model", "a/b", revision="v1.0"),
         f"a/b@{pinned}": HubName("model", "a/b", commit=pinned),
         f"a/b@refs/pr/1@{pinned}": HubName("model", "a/b", revision="refs/pr/1", commit=pinned),
-        "a/b/q4/c.gguf@v1": HubName("model", "a/b", "q4/c.gguf", "v1"),
     }.items():
         assert model_name(text) == name and str(name) == text
     parts = {"hf://a/b/train": "train", "hf://a/b/c/train@v1": "c/train", "hf://a/b/x/y.jsonl": "x/y.jsonl"}
     for text, part in parts.items():
         name = data_name(text)
         assert name is not None and name.part == part and str(name) == text
-    for path in "models/mine runs/a ./a/b ../b a a/b/c a/b@ a/b@x@y gs://a/b /a/b random".split():
+    for path in "models/mine runs/a ./a/b ../b a a/b/c a/b/c.gguf a/b@ a/b@x@y gs://a/b /a/b random".split():
         assert model_name(path) is None, path
     for path in ("hf://a/b", "hf://a", "a/b/train", "hf://a/b/../c"):
         assert data_name(path) is None, path
@@ -181,17 +180,10 @@ def test_a_branch_is_chosen_by_its_name_and_by_its_commit(model, commit, tmp_pat
     assert with_downloads(named) == named
 
 
-def test_one_gguf_file_is_a_model(hub, tmp_path):
-    found = hub.repository("models/someone/tiny-GGUF").commit({"q4/a.gguf": b"GGUF a", "b.gguf": b"GGUF b"})
-    path = with_downloads(config_of(tmp_path, **{"model.path": "someone/tiny-GGUF/q4/a.gguf"})).model.path
-    assert path == f"someone/tiny-GGUF/q4/a.gguf@{found}" and sent(hub) == ["a.gguf"]
-    assert model_at(path, weights=True).suffix == ".gguf" and model_at(path, weights=True).read_bytes() == b"GGUF a"
-    for name, told in {
-        "someone/tiny-GGUF": "name one of its .gguf files, such as someone/tiny-GGUF/q4/a.gguf",
-        "someone/tiny-GGUF/c.gguf": "choose one of its .gguf files: q4/a.gguf, b.gguf",
-    }.items():
-        with pytest.raises(ValueError, match=f"model.path={name} must .*{told}"):
-            with_downloads(config_of(tmp_path, **{"model.path": name}))
+def test_a_repository_without_a_model_that_can_be_read_is_refused(hub, tmp_path):
+    hub.repository("models/someone/tiny-GGUF").commit({"q4/a.gguf": b"GGUF a"})
+    with pytest.raises(ValueError, match="model.path=someone/tiny-GGUF must hold config.json and the weights as safet"):
+        with_downloads(config_of(tmp_path, **{"model.path": "someone/tiny-GGUF"}))
 
 
 def test_shards_are_downloaded_and_other_weights_are_not(hub, model):
@@ -222,7 +214,7 @@ def test_what_the_hub_refuses_is_an_error_with_a_cure(hub, model, commit, data, 
     assert "has no v9: correct it" in refusal(f"{path}@v9")
     repository.gated = True
     told = refusal(path)
-    assert f"accepted its terms: do so at {hub.address}/{'datasets/' * of_data}someone/" in told
+    assert f"is gated: accept its terms at {hub.address}/{'datasets/' * of_data}someone/" in told
     assert "hf auth login" in told and "HF_TOKEN" in told
     repository.gated = False
     monkeypatch.setattr(client.shutil, "disk_usage", lambda _: SimpleNamespace(free=3))
@@ -235,8 +227,6 @@ def test_what_the_hub_refuses_is_an_error_with_a_cure(hub, model, commit, data, 
     assert "cannot be reached (" in refusal(path) and f"run `{by_hand}`" in refusal(path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "(HF_HUB_OFFLINE is set): unset it" in refusal(path)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "pip install 'dapo_jax[hub]' lets the run download it" in refusal(path)
 
 
 def test_every_option_that_the_hub_refuses_is_named_at_once(hub, tmp_path):
@@ -327,9 +317,9 @@ import sys, time, jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[1], 3, int(sys.argv[2]))
 import socket
 socket.gethostname = lambda: "ab"[int(sys.argv[2]) // 2]  # two processes on host a, one on host b
-from dapo_jax import places
+from dapo_jax.config import places
 from dapo_jax.config.sections import Config, ModelConfig
-from dapo_jax.downloads import with_downloads
+from dapo_jax.run.downloads import with_downloads
 from dapo_jax.parallel.processes import first_per_host
 from pathlib import Path
 def act():

@@ -5,25 +5,23 @@ the cache needs no network.
 """
 
 import errno
-import inspect
+import glob
 import json
 import logging
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tqdm import tqdm
-
-from dapo_jax import places
+from dapo_jax.config import places
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import HubName
-from dapo_jax.monitor.bars import bar
+from dapo_jax.monitor.bars import surroundings
 
 TIMEOUT_S = 20  # for an answer of the hub
 CALLED = {"model": "model", "dataset": "data set"}
-INSTALL = "pip install 'dapo_jax[hub]'"
 
 logger = logging.getLogger(__name__)
 
@@ -32,24 +30,12 @@ class Unreachable(InputError):
     """The hub does not answer."""
 
 
-def check_installed(name: HubName) -> None:
-    """Raises InputError if the package that talks to the hub is missing."""
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"{name.request()} does not exist on this machine. If it is a name on the Hugging Face hub, {INSTALL} lets "
-            f"the run download it; or download it elsewhere, by `{by_hand(name)}`, and give the path"
-        ) from error
-
-
 def commit_of(name: HubName) -> str:
     """The commit of the name's revision now; where the hub does not answer, the one in the cache, with a warning.
 
     Raises:
         InputError: no such repository or revision, no access, or neither an answer nor a copy.
     """
-    check_installed(name)
     revision, record = name.revision or "main", _record(name)
     try:
         commit, files = _ask(name, revision)
@@ -67,7 +53,6 @@ def commit_of(name: HubName) -> str:
 
 def files_of(name: HubName) -> dict[str, int]:
     """Every file of a pinned repository, with its size in bytes. Where the hub does not answer: those in the cache."""
-    check_installed(name)
     record = _record(name)
     if name.commit not in record["commits"]:
         try:
@@ -86,7 +71,7 @@ def downloaded(name: HubName, files: Collection[str], *, shown: bool) -> Path:
     """The folder of a pinned repository in the cache, with `files`, of which those that are missing are downloaded.
 
     Args:
-        shown: show a progress bar, if a person looks.
+        shown: show progress bars, if a person looks.
 
     Raises:
         InputError: no access, no answer, or no space.
@@ -95,28 +80,19 @@ def downloaded(name: HubName, files: Collection[str], *, shown: bool) -> Path:
     missing = [file for file in files if not (folder / file).exists()]
     if not missing:
         return folder
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub import snapshot_download
 
-    needed, place = sum(sizes.get(file, 0) for file in missing), Path(constants.HF_HUB_CACHE)
-    _check_space(name, needed, place)
-    counts_bytes = "tqdm_class" in inspect.signature(hf_hub_download).parameters  # not before huggingface_hub 1.0
-    with bar(f"downloading {name.repository}", total=needed, unit="B", shown=shown) as loaded:
-        options: dict[str, Any] = {"tqdm_class": _counting_in(loaded)} if counts_bytes else {}
-        if hides := not counts_bytes and not are_progress_bars_disabled():
-            disable_progress_bars()
-        try:
-            for file in missing:
-                before = loaded.n
-                hf_hub_download(
-                    name.repository, file, repo_type=name.kind, revision=name.commit, local_files_only=False, **options
-                )
-                loaded.update(sizes.get(file, 0) - (loaded.n - before))
-        except Exception as error:  # the library's own, those of its HTTP client and the system's have no common class
-            raise _refusal(name, error) from error
-        finally:
-            if hides:
-                enable_progress_bars()
+    needed = sum(sizes.get(file, 0) for file in missing)
+    _check_space(name, needed)
+    wanted = [glob.escape(file) for file in missing]
+    try:
+        with _bars(shown):
+            snapshot_download(name.repository, repo_type=name.kind, revision=name.commit, allow_patterns=wanted)
+    except Exception as error:  # the library's own, those of its HTTP client and the system's have no common class
+        raise _refusal(name, error) from error
+    if absent := [file for file in missing if not (folder / file).exists()]:  # versions before 2 call that a success
+        _ask(name, name.commit)
+        raise RuntimeError(f"{name.request()} was downloaded without {', '.join(absent[:5])}: rerun the same command")
     logger.info("downloaded %s of %s (%.1f MB) to %s", ", ".join(missing[:10]), name.repository, needed / 1e6, folder)
     return folder
 
@@ -178,9 +154,7 @@ def _refusal(name: HubName, error: Exception) -> Exception:
     log_in = "log in by `hf auth login` or set HF_TOKEN"
     page = f"{constants.ENDPOINT}/{'datasets/' if name.kind == 'dataset' else ''}{name.repository}"
     if isinstance(error, errors.GatedRepoError):
-        return InputError(
-            f"{name.request()} is open to those only who have accepted its terms: do so at {page}, then {log_in}"
-        )
+        return InputError(f"{name.request()} is gated: accept its terms at {page}, then {log_in}")
     if isinstance(error, errors.RevisionNotFoundError):
         given = name.commit or name.revision or "main"
         return InputError(f"{name.request()} must name a branch, tag or commit, and {page} has no {given}: correct it")
@@ -203,7 +177,10 @@ def _refusal(name: HubName, error: Exception) -> Exception:
     )
 
 
-def _check_space(name: HubName, needed: int, place: Path) -> None:
+def _check_space(name: HubName, needed: int) -> None:
+    from huggingface_hub import constants
+
+    place = Path(constants.HF_HUB_CACHE)
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     if needed > (free := shutil.disk_usage(there).free):
         raise _no_space(name, f"it needs {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free", place)
@@ -215,17 +192,19 @@ def _no_space(name: HubName, reason: str, place: Path) -> InputError:
     )
 
 
-def _counting_in(loaded: "tqdm[Any]") -> type:
-    """A progress bar for huggingface_hub that shows nothing and adds to `loaded`."""
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """Hides the library's bars unless they are to be shown and a person looks."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    class Counting(tqdm):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(disable=True)
-
-        def update(self, n: float | None = 1) -> bool | None:
-            return loaded.update(n or 0)
-
-    return Counting
+    hides = not (shown and surroundings() != "log") and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hides:
+            enable_progress_bars()
 
 
 def _cache(name: HubName) -> Path:

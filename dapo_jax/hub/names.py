@@ -7,26 +7,32 @@ name is pinned, so that a resumed run reads the same files even if the branch ha
 import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from dapo_jax.places import expanded, is_address
+from dapo_jax.config.places import expanded, is_address
 
 PREFIX = "hf://"  # of data sets: OWNER/NAME/FILE.parquet could also be a path
 CONVERTED = "refs/convert/parquet"  # the branch on which the hub keeps data sets of other formats as Parquet
 DATA_FORM = f"{PREFIX}OWNER/NAME/CONFIG/SPLIT, {PREFIX}OWNER/NAME/SPLIT or {PREFIX}OWNER/NAME/FILE, each with @REVISION"
+GGUF = (  # what is wrong with a GGUF file as a model, and the fix
+    "is a GGUF file, which is not read: convert it with transformers, by AutoModelForCausalLM.from_pretrained(FOLDER, "
+    "gguf_file=FILE).save_pretrained(DIR) and the same with AutoTokenizer, and give DIR (for a run's "
+    "checkpoints: in its config.json)"
+)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)"
-_MODEL = re.compile(rf"(?!models/|data/|runs/){_REPOSITORY}(/(?P<part>[^@]+\.gguf))?")
+_MODEL = re.compile(rf"(?!models/|data/|runs/){_REPOSITORY}(?P<part>)")
 _DATA = re.compile(rf"{PREFIX}(datasets/)?{_REPOSITORY}/(?P<part>[^@]+?)/?")
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A model, a GGUF file or a split of a data set on the hub."""
+    """A model or a split of a data set on the hub."""
 
     kind: str  # "model" or "dataset", as the hub says
     repository: str  # OWNER/NAME
-    part: str = ""  # FILE.gguf; or CONFIG/SPLIT, SPLIT or a file; empty = the whole model
+    part: str = ""  # CONFIG/SPLIT, SPLIT or a file of a data set
     revision: str = ""  # branch or tag; empty = main
     commit: str = ""  # empty = not pinned yet
 
@@ -52,6 +58,11 @@ def model_name(path: str) -> HubName | None:
     return _parse("model", _MODEL, path)
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Whether `path` names a GGUF file, here or on the hub."""
+    return str(path).partition("@")[0].endswith(".gguf") and not Path(path).is_dir()
+
+
 def data_name(path: str) -> HubName | None:
     """The split of a data set that an entry of data.train_files names; None if it is a path or malformed."""
     return _parse("dataset", _DATA, path) if path.startswith(PREFIX) else None
@@ -63,4 +74,4 @@ def _parse(kind: str, form: re.Pattern[str], text: str) -> HubName | None:
     found = form.fullmatch(path)
     if found is None or len(revisions) > 1 or "" in revisions or ".." in path:
         return None
-    return HubName(kind, found["repository"], found["part"] or "", revisions[0] if revisions else "", commit)
+    return HubName(kind, found["repository"], found["part"], revisions[0] if revisions else "", commit)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from etils import epath
 
+from dapo_jax.config.places import is_address, local_model, place_of
 from dapo_jax.errors import InputError
 from dapo_jax.hub.client import Unreachable, commit_of, description, downloaded, files_of
 from dapo_jax.hub.names import CONVERTED, DATA_FORM, HubName, data_name, model_name
+from dapo_jax.hub.smollm2 import fetch_smollm2, is_smollm2
 from dapo_jax.hub.splits import known_splits, split_files
-from dapo_jax.places import is_address, local_model, place_of
 
 DESCRIPTION = (  # the files of a model, besides its weights, that the run and the export read
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
@@ -49,24 +50,24 @@ def pinned_name(name: HubName) -> HubName:
 
 
 def model_at(path: str, *, weights: bool) -> Path:
-    """The model directory or file that `path` names, on this machine: a path, a copy of gs://, or of the hub.
+    """The model directory that `path` names, on this machine: a path, a copy of gs:// or of the hub, or SmolLM2.
 
     Args:
         weights: False = only what describes the model is needed.
 
     Raises:
-        InputError: see `local_model` and `pinned_name`.
+        InputError: see `local_model`, `pinned_name` and `fetch_smollm2`.
     """
+    if is_smollm2(path):
+        return fetch_smollm2()
     name = model_name(path)
     return local_model(path) if name is None else fetch_model(name, weights=weights)
 
 
 def fetch_model(name: HubName, *, weights: bool = True, shown: bool = False) -> Path:
-    """The directory of a model on the hub, or its GGUF file, downloaded if it is not in the cache."""
+    """The directory of a model on the hub, downloaded if it is not in the cache."""
     name = pinned_name(name)
     files = files_of(name)
-    if name.part:
-        return downloaded(name, [name.part], shown=shown) / name.part
     wanted = [file for file in files if any(fnmatchcase(file, pattern) for pattern in DESCRIPTION)]
     wanted = [file for file in wanted if "/" not in file]
     return downloaded(name, [*wanted, *(_weight_files(files) if weights else [])], shown=shown)
@@ -102,15 +103,9 @@ def _weight_files(files: dict[str, int]) -> list[str]:
 
 
 def _check_model(name: HubName) -> None:
-    """Raises InputError unless the repository holds what the name means, as files that can be read."""
+    """Raises InputError unless the repository holds a model that can be read."""
     files = files_of(name)
-    gguf = [file for file in files if file.endswith(".gguf")]
-    if name.part:
-        if name.part not in files:
-            listed = ", ".join(gguf[:10]) or "none"
-            raise InputError(
-                f"{name.request()} must be a file of {name.repository}: choose one of its .gguf files: {listed}"
-            )
-    elif "config.json" not in files or not _weight_files(files):
-        listed = f": name one of its .gguf files, such as {name.repository}/{gguf[0]}" if gguf else ": choose another"
-        raise InputError(f"{name.request()} must hold config.json and the weights as safetensors, and does not{listed}")
+    if "config.json" not in files or not _weight_files(files):
+        raise InputError(
+            f"{name.request()} must hold config.json and the weights as safetensors, and does not: choose another"
+        )

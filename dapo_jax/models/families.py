@@ -15,8 +15,6 @@ class Family:
     """Names of a family, its layers, and how its config.json is read."""
 
     hf_name: str  # how the names of its Hugging Face architectures begin
-    gguf_name: str | None = None  # general.architecture of its GGUF files; None: not read as this family
-    gguf_interleaved: bool = False  # llama.cpp's converter interleaves the halves of each head's query and key rows
     traits: Mapping[str, Any] = field(default_factory=dict)  # fields of `Architecture` that are the same in all models
     # what config.json may say besides
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that it may lack
@@ -47,12 +45,11 @@ GEMMA_DEFAULTS = {
 }
 
 FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
-    "llama": Family("Llama", "llama", gguf_interleaved=True, biases=("attention_bias", "mlp_bias")),
-    "mistral": Family("Mistral", defaults=WINDOW, window="all"),  # stored as llama in GGUF files
-    "qwen2": Family("Qwen2", "qwen2", traits={"qkv_bias": True}, defaults=WINDOW, window="switched"),
+    "llama": Family("Llama", biases=("attention_bias", "mlp_bias")),
+    "mistral": Family("Mistral", defaults=WINDOW, window="all"),
+    "qwen2": Family("Qwen2", traits={"qkv_bias": True}, defaults=WINDOW, window="switched"),
     "qwen3": Family(
         "Qwen3",
-        "qwen3",
         traits={"qk_norm": "head"},
         defaults={**WINDOW, "head_dim": 128},
         biases=("attention_bias",),
@@ -60,7 +57,6 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "qwen3_moe": Family(
         "Qwen3Moe",
-        "qwen3moe",
         traits={"qk_norm": "head"},
         defaults={
             "num_experts": 128,
@@ -75,17 +71,14 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "smollm3": Family(
         "SmolLM3",
-        "smollm3",
-        gguf_interleaved=True,
         defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
         biases=("attention_bias", "mlp_bias"),
         theta=2e6,
         leaves_out_rotary=True,
     ),
-    "olmo2": Family("Olmo2", "olmo2", traits={"norms": "after", "qk_norm": "projection"}, biases=("attention_bias",)),
+    "olmo2": Family("Olmo2", traits={"norms": "after", "qk_norm": "projection"}, biases=("attention_bias",)),
     "olmo3": Family(
         "Olmo3",
-        "olmo2",  # with a window
         traits={"norms": "after", "qk_norm": "projection"},
         defaults=WINDOW,
         biases=("attention_bias",),
@@ -96,7 +89,6 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "gemma2": Family(
         "Gemma2",
-        "gemma2",
         traits=GEMMA,
         defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         biases=("attention_bias",),
@@ -105,7 +97,6 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "gemma3_text": Family(
         "Gemma3",
-        "gemma3",
         traits={**GEMMA, "qk_norm": "head"},
         defaults={**GEMMA_DEFAULTS, "final_logit_softcapping": None, "sliding_window_pattern": 6},
         biases=("attention_bias",),

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.data.model_files import is_positive_number, is_size, read_object
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture, Experts, Layer, kinds_of, pattern_of
 from dapo_jax.models.families import FAMILIES, Family
-from dapo_jax.models.model_files import is_positive_number, is_size, read_object
 from dapo_jax.models.rope_scaling import rope_problems, rope_type, scaling_from_hf
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

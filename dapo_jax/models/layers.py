@@ -23,7 +23,7 @@ Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 Rotations = Mapping[float | None, KeyValue]
-REPLAYED = "expert_choice"  # a leaf beside the weights of a layer with experts: those that its tokens must use
+REPLAYED = "expert_choice"  # a leaf next to the weights of a layer with experts: those that its tokens must use
 
 
 def run_layers(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.models.model_files import is_positive_number
+from dapo_jax.data.model_files import is_positive_number
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from dapo_jax.data.model_files import read_object, unreadable
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.assemble import Place, StoredTensor, assemble
-from dapo_jax.models.model_files import read_object, unreadable
 
 ROWS = 4096  # of a table, compared at once
 DTYPES = ("F32", "F16", "BF16")

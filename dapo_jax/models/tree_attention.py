@@ -1,7 +1,7 @@
 """Device: attention over bins in Triton kernels, on GPUs or in Pallas' interpreter.
 
 A token sees two ranges of slots (tree_ranges.py). The kernels are FlashAttention-2 (arXiv:2307.08691) over the blocks
-of these ranges: a shared prompt is stored and computed once, and the responses beside a branch are skipped.
+of these ranges: a shared prompt is stored and computed once, and the responses next to a branch are skipped.
 
 Sizes: N bins, T slots, K key-value heads, G query heads for each of them, H head size.
 """

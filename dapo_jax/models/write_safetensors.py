@@ -1,8 +1,8 @@
-"""Host: parameters to the safetensors files of a Hugging Face model directory, one file at a time."""
+"""Host: parameters to the safetensors files of a Hugging Face model directory, one file at a time, and its config."""
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,19 @@ from flax import traverse_util
 from safetensors.numpy import save_file
 
 from dapo_jax.errors import InputError
+from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.assemble import tensor_names
+from dapo_jax.models.families import FAMILIES, Family
+from dapo_jax.models.hf_architecture import FULL, SLIDING
+from dapo_jax.models.rope_scaling import hf_scaling
 from dapo_jax.models.weights import Weight
 from dapo_jax.parallel.sharding import fetch
 
 MAX_SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers reads no file without it
+STALE = (  # keys of a model's own config that do not hold for weights of ours, besides those of `_of_weights`
+    *("quantization_config", "auto_map", "original_max_position_embeddings", "partial_rotary_factor"),
+)
 
 
 def write_safetensors(
@@ -121,3 +128,34 @@ def _whole_file(path: Path) -> Iterator[Path]:
     yield partial
     partial.chmod(mode)  # safetensors lets only the owner read what it writes
     partial.replace(path)
+
+
+def with_weights(config: Mapping[str, Any], arch: Architecture, dtype: str) -> dict[str, Any]:
+    """A Hugging Face config that was read as `arch`, for weights of ours in `dtype`.
+
+    transformers 4 and 5 and vLLM read it likewise.
+    """
+    kept = {key: value for key, value in config.items() if key not in STALE}
+    return kept | _of_weights(arch, FAMILIES[arch.family], dtype)
+
+
+def _of_weights(arch: Architecture, family: Family, dtype: str) -> dict[str, Any]:
+    """The keys that depend on who wrote the weights: each in the spelling of transformers 4 and vLLM, and of 5."""
+    scaling = None if arch.rope_scaling is None else hf_scaling(arch.rope_scaling)
+    rope = {"rope_theta": arch.rope_theta, **(scaling or {"rope_type": "default"})}
+    config = {
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "tie_word_embeddings": arch.tie_embeddings,
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": rope,
+    }
+    if family.local_theta:
+        thetas = [kind.theta for kind in arch.pattern if kind.window is not None]
+        local = next((theta for theta in thetas if theta is not None), arch.rope_theta)
+        config["rope_parameters"] = {FULL: rope, SLIDING: {"rope_theta": local, "rope_type": "default"}}
+        config |= {} if family.local_theta == "rope_theta" else {family.local_theta: local}
+    if arch.experts is not None:
+        config |= dict.fromkeys(("num_experts", "num_local_experts"), arch.experts.number)
+    return config

@@ -9,10 +9,10 @@ from hub_server import directory, serving, unplug, use
 from small_run import small_config
 from test_export import save_checkpoint
 
-from dapo_jax import export
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
-from dapo_jax.model_card import model_card
+from dapo_jax.export import export
+from dapo_jax.export.model_card import model_card
 
 NAME = "someone/adder"
 

@@ -11,14 +11,12 @@ from damaged_bytes import JSON, damaged, fuzz, little_memory, read_or_refused
 from ends_within import ends_within
 from hypothesis import example, given
 from hypothesis import strategies as st
+from models.hf_configs import hf_config
 from safetensors.numpy import save
 
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.gguf_architecture import read_gguf_architecture
-from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
-from dapo_jax.models.hf_config import hf_config
 from dapo_jax.models.safetensors_files import load_safetensors
 from dapo_jax.models.weights import weight_table
 
@@ -26,7 +24,7 @@ SIZES = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 6, "num_heads":
 ARCH = dataclasses.replace(
     shapes.ARCH, **SIZES, rms_norm_eps=2.0**-17, tie_embeddings=True, initializer_range=Architecture.initializer_range
 )
-HF = hf_config(ARCH, dtype="float32", eos_ids=(1,), pad_id=0, bos_id=None, max_position_embeddings=64)
+HF = hf_config(ARCH, eos_id=1) | {"max_position_embeddings": 64}
 
 
 def tensors(name_of) -> dict[str, np.ndarray]:
@@ -121,39 +119,3 @@ def test_tokenizers_with_other_settings(places, settings, generation):
     )
     with read_or_refused(path):
         load_tokenizer(path).encode_prompt("1 + 1 =", system_prompt=None, chat_template_kwargs={})
-
-
-@pytest.fixture(scope="module")
-def gguf_bytes(tmp_path_factory) -> bytes:
-    """A model with a tokenizer of eight tokens."""
-    pytest.importorskip("gguf")
-    from models.test_gguf_files import write
-
-    def add_tokenizer(writer):
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(["a", "b", "ab", "<e>", "1", "2", "+", "="])
-        writer.add_token_types([1, 1, 1, 3, 1, 1, 1, 1])
-        writer.add_token_merges(["a b"])
-        writer.add_eos_token_id(3)
-
-    whole = tensors(lambda weight: TENSOR_NAMES[weight.path[-1]])
-    return write(tmp_path_factory.mktemp("whole") / "model.gguf", ARCH, whole, add=add_tokenizer).read_bytes()
-
-
-@fuzz(400)
-@given(st.data())
-def test_gguf(places, gguf_bytes, data):
-    content = data.draw(damaged(gguf_bytes, header=len(gguf_bytes) // 2))
-    path = new(places, model__gguf=content) / "model.gguf"
-    with little_memory(), ends_within():
-        with read_or_refused(path):
-            load_gguf(path, read_gguf_architecture(path), keep)
-        with read_or_refused(path):
-            load_tokenizer(path).encode("ab")
-
-
-def test_the_whole_gguf_file_is_read(places, gguf_bytes):
-    path = new(places, model__gguf=gguf_bytes) / "model.gguf"
-    assert read_gguf_architecture(path) == ARCH and load_tokenizer(path).encode("ab") == [2]
-    assert load_gguf(path, ARCH, keep)["embedding"].shape == (8, 4)

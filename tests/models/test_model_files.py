@@ -1,6 +1,6 @@
 import pytest
 
-from dapo_jax.models.model_files import read_object, unreadable
+from dapo_jax.data.model_files import read_object, unreadable
 
 
 def test_a_git_lfs_pointer_is_recognised(tmp_path):

@@ -13,24 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config.derived import checkpoint_dir, uses_reference
+from dapo_jax.config.places import place_of
 from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer, within_rows
 from dapo_jax.errors import InputError
-from dapo_jax.hub.names import model_name
+from dapo_jax.hub.names import GGUF, is_gguf, model_name
 from dapo_jax.hub.repositories import model_at
+from dapo_jax.hub.smollm2 import is_smollm2
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.identity import WEIGHTS, Identity, differences, identity
 from dapo_jax.models.load import context_length, load_params, read_model_architecture
 from dapo_jax.models.lora import ALL_LINEAR, Lora, adapter_table, merged, present_targets
 from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
 from dapo_jax.monitor.bars import bar, shows_progress
-from dapo_jax.other_runs import RANDOM, Trained, find_trained
 from dapo_jax.parallel.checksums import digest
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
-from dapo_jax.places import place_of
-from dapo_jax.rollout.stops import check_stop_strings
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.other_runs import RANDOM, Trained, find_trained
+from dapo_jax.run.stops import check_stop_strings
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,11 @@ def check_model_paths(config: Config, *, training: bool = True) -> None:
 def model_paths(config: Config, *, training: bool = True) -> dict[str, str]:
     """The options that name a model to load, and what they name."""
     paths = {"model.path": config.model.path}
-    paths |= {"reference.path": config.reference.path or ""} if training and uses_reference(config) else {}
+    paths |= (
+        {"reference.path": config.reference.path or ""}
+        if training and uses_reference(config.algorithm, config.actor)
+        else {}
+    )
     paths |= {"critic.model.path": config.critic.model.path} if training else {}
     paths |= {"algorithm.distillation.path": config.algorithm.distillation.path} if training else {}
     paths |= {"reward.model.path": config.reward.model.path}
@@ -65,14 +70,15 @@ def model_paths(config: Config, *, training: bool = True) -> dict[str, str]:
 
 
 def missing_model(option: str, path: str) -> str | None:
-    """What to do if `path` does not exist; None if it does, or is a name on the hub, which has its own errors."""
+    """What to do if `path` is no model; None if it exists, or is a name on the hub, which has its own errors."""
+    if is_smollm2(path):
+        return None
+    if is_gguf(path):
+        return f"{option}={path} {GGUF}"
     found = place_of(path).exists() or find_trained(path) is not None  # WORKDIR/checkpoints/STEP, local or not
     if found or model_name(path) is not None:
         return None
-    return (
-        f"{option}={path} does not exist: give a Hugging Face model directory or a .gguf file, or OWNER/NAME of the "
-        "Hugging Face hub"
-    )
+    return f"{option}={path} does not exist: give a Hugging Face model directory, or OWNER/NAME of the Hugging Face hub"
 
 
 def context_warning(config: Config) -> str | None:
@@ -189,7 +195,7 @@ def load_base(config: Config, arch: Architecture, mesh: Mesh) -> Loaded:
     """The float32 parameters of model.path, sharded for training."""
     if config.model.path == RANDOM:  # platforms may draw other last bits
         return Loaded(_random_params(arch, mesh)(config.seed), f"random weights of seed {config.seed}")
-    return load_policy(config.model.path, arch, mesh, shown=shows_progress(config))
+    return load_policy(config.model.path, arch, mesh, shown=shows_progress(config.trainer, config.monitor))
 
 
 @functools.cache
@@ -211,7 +217,7 @@ def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], A
             f"reference.path={path} must have the architecture of model.path={config.model.path}: choose another"
         )
     else:
-        loaded = load_policy(path, arch, mesh, shown=shows_progress(config))
+        loaded = load_policy(path, arch, mesh, shown=shows_progress(config.trainer, config.monitor))
     return Loaded(freeze(loaded.params), loaded.digest)
 
 
@@ -265,7 +271,7 @@ def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> tuple[di
         (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
         for weight in table
     )
-    checkpoints = Checkpoints(checkpoint_dir(config), read_only=True)
+    checkpoints = Checkpoints(checkpoint_dir(config.workdir, config.trainer), read_only=True)
     try:
         params, progress = checkpoints.restore_policy(trained.step, shape)
     finally:

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from dapo_jax.base_models import model_paths
+from dapo_jax.command.tasks import parse_tasks
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import MODEL_PATHS, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import HubName, data_name, model_name
 from dapo_jax.hub.repositories import fetch_model, fetch_split, pinned_name
-from dapo_jax.hub.smollm2 import SMOLLM2, fetch_smollm2
+from dapo_jax.hub.smollm2 import fetch_smollm2, is_smollm2
 from dapo_jax.monitor.bars import shows_progress
 from dapo_jax.monitor.records import read_config
-from dapo_jax.other_runs import find_trained
 from dapo_jax.parallel.processes import first_per_host, gather, is_first
-from dapo_jax.problems import parse_tasks
+from dapo_jax.run.base_models import first_model, model_paths
+from dapo_jax.run.other_runs import find_trained
 
 TASKS = "evaluate.tasks"
 Named = tuple[str, HubName]  # an option, and a name on the hub that it holds
@@ -44,7 +44,7 @@ def with_downloads(config: Config, *, training: bool = True, data: bool = True, 
     names = [*_names(config, training, data), *_bases(config)]
     if any(gather(bool(names))):
         first_per_host(lambda: _download(config, names, weights))
-    if SMOLLM2 in model_paths(config, training=training).values():
+    if any(map(is_smollm2, {*model_paths(config, training=training).values(), first_model(config)})):
         first_per_host(fetch_smollm2)
     return config
 
@@ -117,7 +117,7 @@ def _replaced(config: Config, pins: dict[str, str]) -> dict[str, Any]:
 
 
 def _download(config: Config, names: Iterable[Named], weights: bool) -> None:
-    shown = shows_progress(config)
+    shown = shows_progress(config.trainer, config.monitor)
     trained = find_trained(config.model.path)
 
     def download(key: str, name: HubName) -> None:
