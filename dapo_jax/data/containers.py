@@ -34,7 +34,7 @@ class Rollout:
     logprobs: Array  # [B, R] float32, log-probability of each token when it was sampled; 0 where none was
     finished: Array  # [B] bool, False if cut off at R tokens
     by_policy: Array = None  # [B, R] bool, False on response tokens that an environment wrote; None = all the policy's
-    # The experts that tokens went to when they were sampled, -1 = not known, if they are recorded (docs/rollout.md)
+    # The experts that tokens went to when they were sampled, -1 = not known, if they are recorded (docs/inside.md)
     experts: Any = None  # B arrays [tokens - 1, l, k]: the last token of a response was not fed to the model
     prompt_experts: Any = None  # Q arrays [tokens, l, k]; None too if an earlier policy has begun the responses
     # Work by stage ("prefill", "decode"), if the engine counts it

@@ -16,7 +16,6 @@ OWN_SCORES = (
     *("seq_reward", "overlong_reward", "overlong", "length_reward", "seq_final_reward", "token_level_rewards"),
     "reward_model",
 )
-JUDGE_ERROR = "judge: "  # precedes the error of a verification in which a judge failed
 SCORE = "score "  # precedes the name of a score in a checkpoint
 # In a checkpoint: records of experts of each group's prompt and then of its responses, one after the other, and tokens
 # [Q, 1 + G] of each.
@@ -181,6 +180,17 @@ class Experience:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("error", "work")}
 
 
+@dataclass(frozen=True)
+class Collected:
+    """What a training step trains on, and what is logged of how it came about."""
+
+    experience: Experience | None  # the groups; None if the step is skipped
+    metrics: dict[str, float]
+    num_kept: int  # groups that passed the filter
+    num_evaluated: int  # groups that were sampled
+    solved: bool = False  # nothing is left to learn from, see dynamic_sampling/too_few.py
+
+
 def concatenate(parts: Sequence[Experience]) -> Experience:
     """The groups of all parts, one after the other. A score that a part lacks is NaN there."""
     if any(part.by_policy is not None for part in parts):
@@ -257,50 +267,11 @@ def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokeniz
     )
 
 
-def describe_failures(parts: Sequence[Outcomes]) -> str:
-    """How many verifications failed and their most frequent error; "" if none did."""
-    failed = sum(int(part.failed.sum()) for part in parts)
-    if not failed:
-        return ""
-    error = _main_error(parts)
-    count = sum(part.failed.size for part in parts)
-    share = f"all {count}" if failed == count else f"{failed} of {count}"
-    failing = "the judge gave no verdict" if error.startswith(JUDGE_ERROR) else "the reward function failed"
-    return f"{failing} on {share} responses, most often with {error.removeprefix(JUDGE_ERROR)}"
-
-
-def _main_error(parts: Sequence[Outcomes]) -> str:
-    """The most frequent error of the part in which most verifications failed."""
-    return max(parts, key=lambda part: part.failed.sum()).error
-
-
-def total_failure(parts: Sequence[Outcomes], what: str, max_share: float = 1.0) -> str | None:
-    """What happened and what to do if no verification of `what` succeeded, or more than max_share failed; else None.
-
-    Args:
-        max_share: reward.max_error_share.
-    """
-    failed, count = sum(int(part.failed.sum()) for part in parts), sum(part.failed.size for part in parts)
-    if not parts or not (failed == count or failed > max_share * count):
-        return None
-    limit = "" if failed == count else f" (reward.max_error_share={max_share:g})"
-    cure = (
-        "correct it, and let it return its lowest score for a response that it cannot read (for a time-out, raise "
-        "reward.timeout_s)"
-    )
-    if _main_error(parts).startswith(JUDGE_ERROR):
-        cure = "correct reward.judge, or see that its endpoint works"
-    return f"{what}: {describe_failures(parts)}{limit}: {cure}; then rerun the same command"
-
-
 def check_score_names(names: Iterable[str]) -> None:
     """Raises ValueError if a verifier returns a number under a name with a meaning of its own."""
     for name in names:
+        problem = ": / separates the parts of a metric's name, use _ instead" if "/" in name else ""
         if name in OWN_SCORES:
-            raise InputError(
-                f"the reward function returns {name!r}, which is computed from its score: give that number another name"
-            )
-        if "/" in name:
-            raise InputError(
-                f"the reward function returns {name!r}: / separates the parts of a metric's name, use _ instead"
-            )
+            problem = ", which is computed from its score: give that number another name"
+        if problem:
+            raise InputError(f"the reward function returns {name!r}{problem}")

@@ -16,19 +16,26 @@ import pyarrow.parquet as pq
 from etils import epath
 
 from dapo_jax.data.columns import Columns, suggestion
-from dapo_jax.data.other_files import wrong_path
-from dapo_jax.data.published import in_verl_schema
+from dapo_jax.data.model_files import unreadable
+from dapo_jax.data.published import FILES, in_verl_schema
 from dapo_jax.data.row_schema import Problem, read_row, without_nulls
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import data_name
 from dapo_jax.hub.repositories import data_files
-from dapo_jax.models.model_files import unreadable
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 VERL = Columns()
 MAX_REPORTED_PROBLEMS = 10
 MAX_BAD_ROWS = 10_000  # of a file: then the rest is not read
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_CONVERSIONS = {
+    ".arrow": "convert it by datasets.Dataset.from_file(path).to_parquet(...)",
+    ".gz": "unpack it",
+    ".zst": "unpack it",
+    ".zip": "unpack it",
+    ".xlsx": "save it as CSV",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +133,7 @@ class _BadRows:
 def read_records(path: Path | epath.Path, answer_key: str = VERL.answer_key) -> Iterator[tuple[int, Any]]:
     """(row number from 1, decoded row) of one file; an undecodable line becomes its error."""
     if not path.is_file() or path.suffix not in SUFFIXES:
-        raise InputError(f"prompt file {path} {wrong_path(path, SUFFIXES)}")
+        raise InputError(f"prompt file {path} {_wrong_path(path, SUFFIXES)}")
     if isinstance(path, Path) and not os.access(path, os.R_OK):
         raise InputError(f"prompt file {path} cannot be read by this user: change its permissions")
     if path.suffix == ".parquet":
@@ -201,3 +208,29 @@ def _lines(path: Path | epath.Path) -> Iterator[bytes]:
                     f"prompt file {path} is UTF-16 text: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 {path})"
                 )
             yield line if number else line.removeprefix(codecs.BOM_UTF8)
+
+
+def _wrong_path(path: Path | epath.Path, suffixes: Sequence[str]) -> str:
+    """What is wrong with a path that is no file, or does not end in one of `suffixes`, and the fix."""
+    if path.is_dir():
+        files = {suffix: sorted(file.name for file in path.iterdir() if file.suffix == suffix) for suffix in suffixes}
+        found = next((names for names in files.values() if names), [])
+        if not any(file.suffix == ".arrow" for file in path.iterdir()) or files.get(".parquet"):
+            there = f"name its files, {', '.join(found[:5])}" if found else f"it has no {' or '.join(suffixes)} files"
+            return f"is a directory: {there}"
+        return "is a directory of the library datasets: convert it by datasets.load_from_disk(path).to_parquet(...)"
+    name = str(path)
+    if _HUB_NAME.fullmatch(name) and path.suffix not in (*suffixes, *_CONVERSIONS) and not path.parent.exists():
+        cure = f"name a split of it, hf://{name}/SPLIT or hf://{name}/CONFIG/SPLIT"
+        if found := [one for one, files in FILES.items() if any(f"/{name}/" in split for split in files.values())]:
+            cure += f", or the files that `dapo-jax data {found[0]}` writes"
+        return (
+            f"does not exist; if {name} is a data set of the Hugging Face hub, {cure} in data.train_files or "
+            "data.val_files"
+        )
+    if path.suffix not in suffixes and (path.suffix or path.exists()):
+        cure = _CONVERSIONS.get(path.suffix, "convert it")
+        return f"ends in {path.suffix!r}, must end in one of {', '.join(suffixes)}: {cure}"
+    if made := [one for one, files in FILES.items() if any(name.endswith(f"/{file}") for file in files)]:
+        return f"does not exist: `dapo-jax data {made[0]}` writes it to data/, or correct the path"
+    return f"{'is not a file' if path.exists() else 'does not exist'}: correct the path or prepare the data"

@@ -1,14 +1,16 @@
 """Host: from a record of a prompt file to a row, or to what is wrong with it."""
 
+import base64
+import datetime
+import decimal
 import json
 import math
 import re
+import uuid
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from typing import Any, NamedTuple
 
 from dapo_jax.data.columns import MISSING, TEMPLATE_COLUMNS, Columns, template_parts, value_at
-from dapo_jax.data.json_values import plain
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 
@@ -73,7 +75,7 @@ def _undecoded(record: Any) -> Problem | None:
     """Why a record is no object."""
     if isinstance(record, UnicodeDecodeError):
         byte = record.object[record.start]
-        return Problem("text", f"is no UTF-8 text (byte 0x{byte:02x}; Latin-1?): save the file as UTF-8")
+        return Problem("text", f"is not UTF-8 text (byte 0x{byte:02x}; Latin-1?): save the file as UTF-8")
     if isinstance(record, InputError):
         return Problem("line", str(record))
     if not isinstance(record, dict):
@@ -170,7 +172,7 @@ def _ground_truth(value: Any) -> tuple[Any, bool]:
     """The ground truth as text or plain JSON, and whether it is valid."""
     if isinstance(value, str):
         return value, value != ""
-    if isinstance(value, int | float | Decimal) and _is_finite_number(value):
+    if isinstance(value, int | float | decimal.Decimal) and _is_finite_number(value):
         return _shortest_text(value), True
     if not isinstance(value, bool | list | dict | None):
         return value, False
@@ -186,9 +188,9 @@ def _problem(field: str, value: Any, rule: str, part: str = "") -> Problem:
     return Problem(f"{field} {type(value).__name__}", f"{field} {found}, {rule}", part if value is None else "")
 
 
-def _shortest_text(number: float | Decimal) -> str:
+def _shortest_text(number: float | decimal.Decimal) -> str:
     """The number in digits, without a needless point or zeros: what a verifier compares as text."""
-    text = f"{number if isinstance(number, Decimal) else Decimal(repr(number)):f}"
+    text = f"{number if isinstance(number, decimal.Decimal) else decimal.Decimal(repr(number)):f}"
     if "." in text:
         text = text.rstrip("0").removesuffix(".")
     return "0" if text == "-0" else text
@@ -229,4 +231,17 @@ def _is_chat(value: Any) -> bool:
 def _is_finite_number(value: Any) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool)
-    return isinstance(value, float | Decimal) and math.isfinite(value)
+    return isinstance(value, float | decimal.Decimal) and math.isfinite(value)
+
+
+def plain(value: Any) -> Any:
+    """The JSON value for one that JSON has no type for. TypeError if none exists."""
+    if isinstance(value, decimal.Decimal | uuid.UUID | datetime.timedelta):
+        return str(value)
+    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if hasattr(value, "tolist"):  # a NumPy array or scalar
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} has no form in JSON")

@@ -1,4 +1,4 @@
-"""Host: text to token ids and back, for Hugging Face directories, GGUF files and a toy alphabet."""
+"""Host: text to token ids and back, for Hugging Face directories and a toy alphabet."""
 
 import dataclasses
 import functools
@@ -12,11 +12,10 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from dapo_jax.data import gguf_tokenizer, tokenizer_files
+from dapo_jax.data import tokenizer_files
 from dapo_jax.data.chat_template import Conversation, render
 from dapo_jax.data.tokenizer_files import without_panic
 from dapo_jax.errors import InputError
-from dapo_jax.models.model_files import unreadable
 
 MAX_TOKENS = 2**31
 
@@ -33,7 +32,7 @@ class Tokenizer:
     special_tokens: Mapping[str, str]  # bos_token, eos_token and the like, as chat templates name them
     add_bos: bool  # True if plain text begins with the bos token
     chat_template: str | None
-    origin: str = ""  # the file that it is from; empty for those of this package, whose templates need no limits
+    origin: str = ""  # the file that it is from; empty for those of this package
     keeps_special: bool = False  # whether special tokens, other than end tokens, have a text in responses
 
     @functools.cached_property
@@ -127,7 +126,7 @@ class Tokenizer:
                 "the tokenizer has no chat template, but the prompt is a list of messages: use an instruct "
                 "model, give prompts as plain text, or add chat_template.jinja to the model's directory"
             )
-        return render(self.chat_template or "", conversations, isolated=self.origin != "")
+        return render(self.chat_template or "", conversations)
 
     def _encode_text(self, text: str) -> list[int]:
         """Plain text after the bos token, if the model wants one and the text does not begin with it.
@@ -156,21 +155,18 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory or a GGUF file.
+    """The tokenizer of a Hugging Face directory.
 
     Raises:
-        ValueError: `path` is neither, or lacks something.
+        ValueError: `path` is no directory, or lacks something.
     """
     path = Path(path)
-    if path.is_dir():
-        tokenizer = _from_directory(path)
-    elif path.suffix == ".gguf" and path.is_file():
-        tokenizer = _from_gguf(path)
-    else:
+    if not path.is_dir():
         raise InputError(
-            f"tokenizer path {str(path)!r} must be an existing directory with tokenizer.json or an existing "
-            ".gguf file: correct the path or download the model first"
+            f"tokenizer path {str(path)!r} must be an existing directory with tokenizer.json: correct the path or "
+            "download the model first"
         )
+    tokenizer = _from_directory(path)
     for name, index in (*(("eos_token_id", index) for index in tokenizer.eos_ids), ("pad_token_id", tokenizer.pad_id)):
         known = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < MAX_TOKENS
         if not known or tokenizer.backend.id_to_token(index) is None:
@@ -246,27 +242,4 @@ def _from_directory(directory: Path) -> Tokenizer:
         add_bos=add_bos,
         chat_template=tokenizer_files.chat_template(directory, settings.get("chat_template")),
         origin=str(directory / "tokenizer.json"),
-    )
-
-
-def _from_gguf(path: Path) -> Tokenizer:
-    metadata = gguf_tokenizer.read_tokenizer_metadata(path)
-    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids: dict[str, Any] = {name: metadata.get(f"ggml.{key}_token_id") for name, key in keys.items()}
-    try:
-        backend, eos_ids = gguf_tokenizer.build_tokenizer(metadata), gguf_tokenizer.eos_ids(metadata)
-        special_tokens = {name: metadata["ggml.tokens"][i] for name, i in ids.items() if i is not None}
-    except Exception as error:  # the library raises nothing more precise
-        raise unreadable(path, error) from error
-    chat_template = metadata.get("chat_template")
-    if not isinstance(chat_template, str | None):
-        raise InputError(f"{path}: tokenizer.chat_template={str(chat_template)[:60]!r} must be text: download it again")
-    return Tokenizer(
-        backend=backend,
-        eos_ids=eos_ids,
-        pad_id=eos_ids[0] if ids["pad_token"] is None else ids["pad_token"],
-        special_tokens=special_tokens,
-        add_bos=gguf_tokenizer.begins_with_bos(metadata),
-        chat_template=chat_template,
-        origin=str(path),
     )

@@ -9,8 +9,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from dapo_jax.data.model_files import read_object, unreadable
 from dapo_jax.errors import InputError
-from dapo_jax.models.model_files import read_object, unreadable
 
 # The names under which a tokenizer of transformers holds special tokens of its own.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -1,10 +1,16 @@
+import datetime
 import re
+import signal
+import threading
 from pathlib import Path
 
 import jinja2
+import numpy as np
 import pytest
+from ends_within import ends_within
 from packaging.version import Version
 
+from dapo_jax.data import chat_template
 from dapo_jax.data.chat_template import Conversation, render
 from dapo_jax.errors import InputError
 
@@ -20,7 +26,7 @@ CHATML, GEMMA2, GEMMA3, QWEN3, SMOLLM3, OLMO, CONSTRUCTS = (
 
 def plain(template, messages=USER, add_generation_prompt=True, special_tokens=(("bos_token", "<s>"),), **arguments):
     chat = Conversation(messages, dict(special_tokens), arguments, add_generation_prompt)
-    return render(template, [chat], isolated=False)[0]
+    return render(template, [chat])[0]
 
 
 def test_generation_prompt_is_added_unless_declined():
@@ -128,9 +134,7 @@ def test_failures_of_a_template_are_value_errors_that_say_why(template, message)
 
 def continued(template, content):
     messages = [*USER, {"role": "assistant", "content": content}]
-    return render(template, [Conversation(messages, {"bos_token": "<s>"}, {}, False, continues=True)], isolated=False)[
-        0
-    ]
+    return render(template, [Conversation(messages, {"bos_token": "<s>"}, {}, False, continues=True)])[0]
 
 
 def test_a_conversation_that_ends_with_the_assistants_beginning_is_continued_there():
@@ -153,3 +157,69 @@ def test_a_template_can_neither_reach_python_nor_change_its_input(template):
     with pytest.raises(ValueError, match="SecurityError"):
         plain(template, messages)
     assert messages == USER
+
+
+SHORT = "{{ messages[0].content }}"
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def chat(content, **arguments):
+    return Conversation([{"role": "user", "content": content}], {"bos_token": "<s>"}, arguments)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'a' * 10**7 ~ 'a' }}", "OverflowError: a text of more than 10000000 characters"),
+        (ENDLESS, "TimeoutError: still running after 0.2 s"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "TimeoutError"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+        ("{{ range(10**10) | list }}", "OverflowError: Range too big"),
+        ("{{ lipsum(10**9) }}", "UndefinedError: 'lipsum'"),
+        ("{{ [1, 2] | random }}", "No filter named 'random'"),
+    ],
+)
+def test_a_template_that_makes_too_much_or_does_not_end_is_stopped(template, reason, monkeypatch):
+    monkeypatch.setattr(chat_template, "TIME_LIMIT_S", 0.2 if "TimeoutError" in reason else 30)
+    message = f"the chat template failed .*{reason}.* the model's template"
+    with ends_within(), pytest.raises(InputError, match=message):
+        render(template, [chat("")])
+
+
+def test_a_time_limit_around_it_stays():
+    before = signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        assert render(SHORT, [chat("a")]) == ["a"]
+        assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def test_values_without_a_type_in_json_are_written_as_it_writes_them_and_others_refused():
+    template = "{{ bos_token }}{{ messages[0].content }}{{ tools | tojson }}{{ x is none }}"
+    chats = [chat(f'é🙂\n"{number}\\', tools=[{"a": 1.5}], x=None if number % 2 else number) for number in range(2)]
+    assert render(template, chats) == ['<s>é🙂\n"0\\[{"a": 1.5}]False', '<s>é🙂\n"1\\[{"a": 1.5}]True']
+    given = {"day": datetime.date(2024, 1, 2), "rows": np.arange(3)}
+    assert render("{{ day }} {{ rows }}", [chat("", **given)]) == ["2024-01-02 [0, 1, 2]"]
+    assert render(SHORT, []) == []
+    with pytest.raises(InputError, match="must be plain JSON"):
+        render(SHORT, [chat(object())])
+
+
+def test_the_conversation_that_fails_is_named_and_any_thread_may_render():
+    template = "{% if messages[0].content == 'no' %}{{ raise_exception('Never.') }}{% endif %}" + SHORT
+    chats = [chat("a"), Conversation([{"role": "system", "content": "no"}], {}), chat("b")]
+    with pytest.raises(InputError, match=r"roles \['system'\]: TemplateError: Never.. If the model has no system"):
+        render(template, chats)
+    texts = []
+    thread = threading.Thread(target=lambda: texts.extend(render(template, chats[::2])))
+    thread.start()
+    thread.join()
+    assert texts == ["a", "b"]
+
+
+def test_arguments_that_the_template_never_reads_are_warned_of_once(caplog):
+    template = SHORT + "{% if thinking is defined %}!{% endif %}{% set mine = 1 %}{# once #}"
+    for _ in range(3):
+        assert render(template, [chat("a", thinking=1), chat("b", thinkin=1, mine=2)]) == ["a!", "b"]
+    assert ["never reads mine, thinkin, given by" in text for text in caplog.messages] == [True]

@@ -256,7 +256,7 @@ def test_latin_1_is_named_once_with_the_byte(tmp_path):
     line = json.dumps({**GOOD, "prompt": "caf\u00e9"}, ensure_ascii=False) + "\n"
     (tmp_path / "a.jsonl").write_bytes(line.encode("latin-1") * 3)
     [line] = refusal(str(tmp_path / "a.jsonl"))
-    assert line.endswith("a.jsonl, all 3 rows: is no UTF-8 text (byte 0xe9; Latin-1?): save the file as UTF-8")
+    assert line.endswith("a.jsonl, all 3 rows: is not UTF-8 text (byte 0xe9; Latin-1?): save the file as UTF-8")
 
 
 def test_what_is_no_prompt_file_is_named_with_the_cure(tmp_path, jsonl, parquet, monkeypatch):
@@ -274,7 +274,7 @@ def test_what_is_no_prompt_file_is_named_with_the_cure(tmp_path, jsonl, parquet,
         "a.arrow": r"must end in one of .*: convert it by datasets.Dataset.from_file\(path\).to_parquet",
         "rows.txt": "ends in '.txt', must end in one of .parquet, .jsonl, .json, .csv",
         "rows.jsonl.gz": "unpack it",
-        "someone/some-set": r"name a split of it, hf://someone/some-set/SPLIT.*dapo_jax\[hub\].* data.train_files",
+        "someone/some-set": r"name a split of it, hf://someone/some-set/SPLIT.* in data.train_files",
         "openai/gsm8k": "`dapo-jax data gsm8k` writes.* data.train_files or data.val_files",
         "saved/train": "does not exist: correct the path",
         "rows.jsonl": "does not exist",

@@ -9,10 +9,10 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.values import default_config, freeze
 from dapo_jax.data.reasoning_gym import UNREPEATABLE, reasoning_gym_rows
 from dapo_jax.data.tokenizer import character_tokenizer
-from dapo_jax.problems import read_problems
 from dapo_jax.rewards import reasoning_gym as verifier
 from dapo_jax.rewards.verifiers import VERIFIERS, load_verifier, verifier_for
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
+from dapo_jax.run.problems import read_problems
 
 TEMPLATE = "{question}\nWrite the final answer between <answer> and </answer>."
 NAMES = ("leg_counting", "chain_sum", "countdown")

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 
 import numpy as np
 import pytest
@@ -286,7 +285,7 @@ def test_added_tokens_beyond_the_embeddings_are_text_like_any_other(gemma):
     assert within_rows(tokenizer, num_rows - 1).vocab_size == num_rows  # of the model's own tokens none is left out
 
 
-@pytest.mark.parametrize("name", ["absent", "absent.gguf", "file.txt"])
+@pytest.mark.parametrize("name", ["absent", "file.txt"])
 def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path, name):
     (tmp_path / "file.txt").write_text("")
     with pytest.raises(ValueError, match=f"{name}' must be an existing directory"):
@@ -309,17 +308,3 @@ def test_character_tokenizer_joins_messages_by_newlines():
     assert encode(tokenizer, USER) == tokenizer.encode("hi")
     assert encode(tokenizer, USER, "add.") == tokenizer.encode("add.\nhi")
     assert encode(tokenizer, USER, response="5") == tokenizer.encode("hi\n5")
-
-
-@pytest.mark.skipif("DAPO_JAX_SMOLLM2" not in os.environ, reason="DAPO_JAX_SMOLLM2 names no GGUF file")
-def test_smollm2_has_the_reference_tokens():
-    tokenizer = load_tokenizer(os.environ["DAPO_JAX_SMOLLM2"])
-    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.add_bos) == (49152, (2,), False)
-    turn = [1, 4093, 198, 33, 34, 1232, 216, 39, 446, 2, 198]
-    assert tokenizer.encode("<|im_start|>user\n12 + 7 =<|im_end|>\n") == turn
-    assert tokenizer.encode("<|endoftext|>") == [0]
-    ids = encode(tokenizer, ({"role": "user", "content": "12 + 7 ="},))
-    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    assert ids == [*tokenizer.encode(system), *turn, 1, *tokenizer.encode("assistant\n")]
-    for text in TEXTS:
-        assert tokenizer.decode(tokenizer.encode(text)) == text

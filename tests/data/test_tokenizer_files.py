@@ -44,7 +44,7 @@ CASES = {
         False,
         {"tokenizer_config": {"eos_token": PAD}, "special_tokens_map": {"eos_token": flags(END, lstrip=True)}},
     ),
-    "special_tokens_map.json beside added_tokens_decoder": (
+    "special_tokens_map.json with added_tokens_decoder": (
         [],
         False,
         {"tokenizer_config": NAMED | {"added_tokens_decoder": THREE}, "special_tokens_map": {"eos_token": "<tool>"}},
