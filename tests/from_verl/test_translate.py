@@ -12,9 +12,9 @@ from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat
-from dapo_jax.from_verl.__main__ import main
-from dapo_jax.from_verl.shell_scripts import Script
-from dapo_jax.from_verl.translate import BASE, command, config_file, overrides, remarks, translate
+from dapo_jax.tools.from_verl.__main__ import main
+from dapo_jax.tools.from_verl.shell import UNKNOWN, Script
+from dapo_jax.tools.from_verl.translate import BASE, command, config_file, overrides, remarks, translate
 from dapo_jax.verl.options import converted, find
 from dapo_jax.verl.table import HERE
 
@@ -222,7 +222,7 @@ def test_the_order_of_the_options_changes_nothing():
 def test_a_reference_to_another_option_has_its_value():
     result = translate({"data.max_prompt_length": "64", "data.max_response_length": "${data.max_prompt_length}"})
     assert result.config().data.max_response_length == 64
-    unknown = translate({"data.max_response_length": "${data.max_prompt_length}", "data.custom_cls.path": "\0"})
+    unknown = translate({"data.max_response_length": "${data.max_prompt_length}", "data.custom_cls.path": UNKNOWN})
     assert any("is ${data.max_prompt_length}: set" in line for line in unknown.by_hand)
     assert unknown.lost == ["data.custom_cls.path needs a command to run: write the rows to a file: docs/data.md"]
 
@@ -249,7 +249,7 @@ def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path, capsys, mo
     script, file = tmp_path / "run.sh", tmp_path / "run.py"
     script.write_text(SCRIPT)
     monkeypatch.setattr("sys.argv", ["from_verl", str(script), "trainer.total_epochs=3"])
-    runpy.run_module("dapo_jax.from_verl", run_name="__main__")
+    runpy.run_module("dapo_jax.tools.from_verl", run_name="__main__")
     printed = capsys.readouterr().out
     assert "--config.trainer.total_epochs=3" in printed
     subprocess.run(["bash", "-n"], input=printed, text=True, check=True)
@@ -277,6 +277,44 @@ def test_other_scripts_are_refused(tmp_path, capsys, text, message):
         main([str(tmp_path / "run.sh")])
     error = capsys.readouterr().err
     assert end.value.code == 2 and message in error and "Traceback" not in error
+
+
+def test_variables_of_the_environment_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MINE", "from_here")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a "
+        "actor_rollout_ref.rollout.n=2 actor_rollout_ref.model.path=m "
+        "data.prompt_key=$MINE data.train_batch_size=$OTHER"
+    )
+    main([str(script), "--env", "OTHER=2048", "data.seed=7"])
+    printed = capsys.readouterr().out
+    assert "from_here" not in printed and "--config.data.train_batch_size=2048" in printed
+    assert "read as empty (give them by --env NAME=VALUE): MINE" in printed
+    main([str(script), "--env=MINE"])
+    assert "--config.data.prompt_key=from_here" in capsys.readouterr().out.replace('"', "'")
+    with pytest.raises(SystemExit) as end:
+        main([str(script), "--env=1A=2"])
+    assert end.value.code == 2 and "--env=1A=2 must be NAME=VALUE" in capsys.readouterr().err
+
+
+# As in verl's GSPO examples: batch sizes of a function, and a place that $(pwd) names.
+LOST_ONCE = """
+batch() { local factor=${1%x}; size=$((64 * factor)); }
+for name in none mine; do [[ $name == mine ]] && loss=${name/mine/gspo}; done
+batch 4x
+python3 -m verl.trainer.main_ppo data.train_batch_size=${size} actor_rollout_ref.actor.policy_loss.loss_mode=$loss \\
+    custom_reward_function.path="$(pwd)/rewards.py" 2>&1 | tee "logs/$(date +%F).log"
+"""
+
+
+def test_values_that_only_a_shell_knows_are_kept():
+    options = overrides(Script(LOST_ONCE, environment={"PWD": "/here"}))
+    assert options == {
+        "data.train_batch_size": "256",
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
+        "custom_reward_function.path": "/here/rewards.py",
+    }
 
 
 def test_the_lists_are_of_versions():

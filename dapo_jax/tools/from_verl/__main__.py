@@ -1,9 +1,10 @@
 """Host: the command that translates verl's training scripts.
 
-    python -m dapo_jax.from_verl SCRIPT.sh [ARGUMENTS OF THE SCRIPT] [--output run.py]
+    dapo-jax from-verl SCRIPT.sh [ARGUMENTS OF THE SCRIPT] [--env NAME=VALUE ...] [--output run.py]
 
 Prints a command, with comments on options that were left out or have no equivalent; --output writes a config file
-instead. The script is read, never run: variables take their values from the script and from this shell's environment.
+instead. A bash expands the script that can start no program, open no file and see no environment variables but HOME,
+PWD and those of --env.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -13,24 +14,28 @@ if __name__ == "__main__":  # the imports below take seconds
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_jax.command.command_line import refusals
 from dapo_jax.errors import InputError, say
-from dapo_jax.from_verl.shell_scripts import Script
-from dapo_jax.from_verl.translate import command, config_file, overrides, remarks, translate
+from dapo_jax.tools.from_verl.shell import Script
+from dapo_jax.tools.from_verl.translate import command, config_file, overrides, remarks, translate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dapo_jax.from_verl", description=(__doc__ or "").split("\n\n")[-1])
+    parser = argparse.ArgumentParser(prog="dapo-jax from-verl", description=(__doc__ or "").split("\n\n")[-1])
     parser.add_argument("script", help="a shell script that starts verl's trainer")
     parser.add_argument("arguments", nargs="*", help="the script's own arguments")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable of the script's environment"
+    )
     parser.add_argument("--output", help="write a config file instead of printing the command")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     chosen = parser.parse_intermixed_args(arguments)
     with refusals(["from_verl", *["--debug"][: chosen.debug]]):
-        script = Script(_text(chosen.script), environment=os.environ, arguments=chosen.arguments)
+        script = Script(_text(chosen.script), environment=_environment(chosen.env), arguments=chosen.arguments)
         result = translate(overrides(script))
         about = list(remarks(result, script.skipped))
         head = [
@@ -45,6 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say("\n".join([*head, "", command(result.values), "", *about]))
         if result.problems:
             raise InputError(f"the config has {len(result.problems)} problems, listed above: correct the options")
+
+
+def _environment(given: Sequence[str]) -> dict[str, str]:
+    """What the script sees of the environment. InputError if a name is not a variable's."""
+    values = {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or not (equals or name in os.environ):
+            raise InputError(f"--env={text} must be NAME=VALUE, or the NAME of a variable that is set: correct it")
+        values[name] = value if equals else os.environ[name]
+    return values
 
 
 def _text(path: str) -> str:

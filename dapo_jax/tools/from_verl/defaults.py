@@ -1,6 +1,6 @@
 """Host: a config with verl's defaults for every option that changes the result, the base for `from_verl`.
 
-    python -m dapo_jax.train --config dapo_jax/from_verl/defaults.py --config.model.path=DIRECTORY ...
+    python -m dapo_jax.train --config dapo_jax/tools/from_verl/defaults.py --config.model.path=DIRECTORY ...
 
 So options that a verl script does not set behave as in verl. Options that only change speed, memory, records,
 checkpoints or evaluation keep the defaults of dapo_jax.

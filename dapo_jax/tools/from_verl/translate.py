@@ -12,10 +12,9 @@ from dapo_jax.config.aliases import resolve_aliases
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, freeze, type_problems, with_values
 from dapo_jax.errors import InputError
-from dapo_jax.from_verl import defaults
-from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
-from dapo_jax.hub.client import INSTALL
 from dapo_jax.hub.names import model_name
+from dapo_jax.tools.from_verl import defaults
+from dapo_jax.tools.from_verl.shell import UNKNOWN, Script
 from dapo_jax.verl.options import converted, find, flag, is_off, ours_of
 from dapo_jax.verl.values import TRACKERS, as_type_of, parsed
 
@@ -68,7 +67,7 @@ def overrides(script: Script) -> dict[str, str]:
                 return {match[1]: match[2] for match in found if match and match[1] != "config"}
     raise InputError(
         "no command of the script starts verl's trainer with options: it must have one such as `python3 -m "
-        "verl.trainer.main_ppo data.train_files=...`, outside if, for and functions"
+        "verl.trainer.main_ppo data.train_files=...`, and reach it"
     )
 
 
@@ -99,7 +98,7 @@ def translate(given: Mapping[str, str]) -> Translation:
             "algorithm.filter_groups.metric=acc"
         )
     if (name := model_name(str(result.values.get("model.path") or "."))) is not None:
-        result.by_hand.append(f"model.path={name} is downloaded from the Hugging Face hub by the run: {INSTALL}")
+        result.by_hand.append(f"model.path={name} is downloaded from the Hugging Face hub by the run")
     result.by_hand.append(
         "to behave exactly as verl, also set algorithm.filter_groups.leftover=discard, actor.old_logprob=recompute and "
         "actor.count_empty_sequences=True"
@@ -212,7 +211,7 @@ def remarks(result: Translation, skipped: Sequence[str]) -> Iterator[str]:
         "REFUSED: correct these options": result.problems,
         "CHANGES THE RUN: no equivalent here": result.lost,
         "Check by hand": result.by_hand,
-        "Skipped, because the script is read and not run": skipped,
+        "Not seen, because no program, file or connection is open to the script": skipped,
         "Left out: not needed here": result.dropped,
     }
     for title, lines in parts.items():
