@@ -3,54 +3,53 @@
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from dapo_jax.command.tasks import NO_FUNCTIONS
+from dapo_jax.config.function_names import name_of
 from dapo_jax.config.sections import Config, RewardConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.errors import InputError
-from dapo_jax.places import copy_of, is_address
-from dapo_jax.problems import NO_FUNCTIONS
-from dapo_jax.rewards.own_source import reward_name
-from dapo_jax.rewards.verifiers import OF_SESSION
+from dapo_jax.rewards.own_function import called_with_four
+from dapo_jax.rewards.session import keep
 from dapo_jax.rewards.weighted import RESERVED
-from dapo_jax.run import Own
 
 Function = Callable[..., Any] | str
 Weighted = Function | tuple[Function, float]
 Reward = Function | Sequence[Weighted] | Mapping[str, Weighted]
 
 
-def with_reward(config: Config, reward: Reward) -> tuple[Config, Own]:
-    """`config` with this reward, and the functions of it that run in this process, for `training.train`.
+def with_reward(config: Config, reward: Reward) -> Config:
+    """`config` with this reward.
 
     Args:
         reward: see `dapo_jax.train`.
     """
-    folder = copy_of(config.workdir, "rewards") if is_address(config.workdir) else config.workdir
-    own: dict[str, Callable[..., Any]] = {}
-
-    def named(label: str, function: Function) -> str:
-        """What a config calls the function; one that no other process can load is put into `own`."""
-        if isinstance(function, str):
-            return function
-        if not callable(function):
-            raise InputError(f"reward, {label!r}: {function!r} must be a function, or a verifier's name: correct it")
-        name = reward_name(function, folder, label)
-        if name is None:
-            own[label] = function
-        return name or OF_SESSION + label
-
     if isinstance(reward, str) or callable(reward):
-        values = {"reward.function": named("function", reward), "reward.functions": NO_FUNCTIONS}
-        return with_values(config, values), own
+        values = {"reward.function": _named("function", reward), "reward.functions": NO_FUNCTIONS}
+        return with_values(config, values)
     if not len(reward):
         raise InputError("reward holds no function: give one, or leave it out")
     parts = {
-        label: {"function": named(label, function), "weight": float(weight)}
+        label: {"function": _named(label, function), "weight": float(weight)}
         for label, (function, weight) in _by_label(reward).items()
     }
     values = {"reward.function": RewardConfig.function, "reward.functions": json.dumps(parts)}
-    return with_values(config, values), own
+    return with_values(config, values)
+
+
+def _named(label: str, function: Function) -> str:
+    """What a config calls the function. InputError if verifier processes cannot have it."""
+    if isinstance(function, str):
+        return function
+    if not callable(function):
+        raise InputError(f"reward, {label!r}: {function!r} must be a function, or a verifier's name: correct it")
+    called_with_four("reward", function)
+    if getattr(function, "__module__", None) != "__main__":
+        with suppress(InputError):  # it has no name
+            return name_of(function)
+    return keep(function, label)
 
 
 def _by_label(reward: Sequence[Weighted] | Mapping[str, Weighted]) -> dict[str, tuple[Function, float]]:

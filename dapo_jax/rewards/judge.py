@@ -1,38 +1,38 @@
-"""Host: a language model as the judge of responses, asked over HTTP by threads of the trainer's process.
+"""Host: a language model as the judge of responses, asked over HTTP, alone or along with other functions.
 
-Asking is waiting, so threads do: a step has thousands of responses. What the judge answered is kept (`judge_store`),
-and a resumed run or an equal response asks nothing twice.
+One thread of the trainer's process asks, by coroutines: a step has thousands of responses, and asking is waiting. What
+the judge answered is kept (`judge_store`), and a resumed run or an equal response asks nothing twice.
 """
 
+import asyncio
 import hashlib
+import itertools
 import json
 import logging
-import queue
 import random
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dapo_jax.config.sections import JudgeConfig
-from dapo_jax.data.experience import JUDGE_ERROR
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
-from dapo_jax.rewards.judge_breaker import Breaker
-from dapo_jax.rewards.judge_client import Reply, RequestFailed, open_endpoint
+from dapo_jax.rewards.judge_client import Breaker, Reply, RequestFailed, open_endpoint, set_within
 from dapo_jax.rewards.judge_prompt import NoVerdict, fill_in, new_tag, read_score, read_template
-from dapo_jax.rewards.judge_store import JudgeStore, Spent
+from dapo_jax.rewards.judge_store import JudgeStore
 from dapo_jax.rewards.results import short
-from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, no_verdict
+from dapo_jax.rewards.verdicts import JUDGE_ERROR, ScoreRequest, Verdict, Verifiers, no_verdict
+from dapo_jax.rewards.weighted import JUDGE, is_weighted, parse_parts
 
 MAX_BACKOFF_S = 60.0
 COUNTS = ("requests", "retries", "cached", "failures", "input_tokens", "output_tokens", "seconds")
 _CLOSE_S = 1.0  # that the end of a run waits for answers on their way
 
 _log = logging.getLogger(__name__)
-_Job = tuple[ScoreRequest, Future[Verdict]]
 
 
 class Judge:
@@ -47,28 +47,23 @@ class Judge:
         Raises:
             InputError: httpx, the key or the template is missing, or the file cannot be opened.
         """
-        self._settings, self._num_processes = settings, num_processes
+        self._settings = settings
         self._template = read_template(settings.template)
         if "{tag}" not in self._template:
             _log.warning(
-                "reward.judge.template has no {tag}: a response can imitate the end of its part of the prompt; name "
-                "the parts by a tag, which changes with every request (docs/rewards.md)"
+                "reward.judge.template has no {tag}: a response can forge the delimiter; wrap it in {tag}, which "
+                "changes with every request (docs/rewards.md)"
             )
         self._endpoint = open_endpoint(settings)
         self._name = f"the judge {settings.model!r} at reward.judge.base_url={settings.base_url}"
         self._breaker = Breaker(self._name, patience_s=settings.patience_s, wait_s=settings.backoff_s)
-        self._store = JudgeStore(folder / f"answers_{process}.sqlite")
+        self._store = JudgeStore(folder / f"answers_{process}.sqlite", settings, num_processes)
+        self._disk = ThreadPoolExecutor(1, "judge answers")  # which may be slow
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
-        self._taken = self._counts.copy()
-        self._asking: dict[str, Future[Reply]] = {}  # by key
-        self._lock, self._beginning = threading.Lock(), threading.Lock()
-        self._stopped = threading.Event()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        names = [f"judge {index}" for index in range(settings.max_concurrency)]
-        # Not an executor: Python would wait for its threads, and so for the endpoint, before it ends.
-        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        for thread in self._threads:
-            thread.start()
+        self._asking: dict[str, asyncio.Task[Reply]] = {}  # by key
+        self._slots, self._stopped = asyncio.Semaphore(settings.max_concurrency), asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="judge", daemon=True).start()
 
     def submit(self, request: ScoreRequest) -> Future[Verdict]:
         """Starts to judge a response in the background.
@@ -77,7 +72,7 @@ class Judge:
         limit of requests or costs, and if answers cannot be kept, the future raises RuntimeError.
         """
         future: Future[Verdict] = Future()
-        self._jobs.put((request, future))
+        asyncio.run_coroutine_threadsafe(self._work(request, future), self._loop)
         return future
 
     def try_on(self, row: PromptRow) -> None:
@@ -89,7 +84,7 @@ class Judge:
         """
         request = ScoreRequest(row.data_source, row.truth_text, row.ground_truth, row.extra_info, row.question)
         try:
-            self._score(request)
+            self._wait_for(self._score(request))
         except NoVerdict as problem:
             _log.warning("%s: %s: such a response is left out (docs/rewards.md)", self._name, problem)
         except RequestFailed as failure:
@@ -101,49 +96,62 @@ class Judge:
 
     def take_counts(self) -> dict[str, float]:
         """COUNTS since the last call, their cost, and the cost of all answers so far, of this process."""
-        with self._lock:
-            new = {name: self._counts[name] - self._taken[name] for name in COUNTS}
-            self._taken = self._counts.copy()
-        cost = self._cost(new["input_tokens"], new["output_tokens"])
-        return new | {"cost": cost, "total_cost": self._spent_cost(self._store.spent())}
+        return self._wait_for(self._take_counts())
 
     def close(self) -> None:
         """Ends it. Responses that wait for a verdict get none."""
+        if self._wait_for(self._close()):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _stored(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What a method of the store returns."""
+        return await self._loop.run_in_executor(self._disk, call, *arguments)
+
+    async def _take_counts(self) -> dict[str, float]:
+        new, cost = self._counts.copy(), self._store.cost
+        self._counts.update(dict.fromkeys(COUNTS, 0.0))
+        total = cost(*(await self._stored(self._store.spent))[1:])
+        return new | {"cost": cost(new["input_tokens"], new["output_tokens"]), "total_cost": total}
+
+    async def _close(self) -> bool:
+        """Whether everything has ended: else an answer is still to be kept."""
         self._stopped.set()
         self._breaker.stop()
-        for _ in self._threads:
-            self._jobs.put(None)
-        deadline = time.monotonic() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-        spent = self._store.spent()
-        cost = f", cost {self._spent_cost(spent):.4g}" if self._spent_cost(spent) else ""
+        late = asyncio.all_tasks() - {asyncio.current_task()}
+        if late:
+            _, late = await asyncio.wait(late, timeout=_CLOSE_S)
+        spent = await self._stored(self._store.spent)
+        cost = f", cost {paid:.4g}" if (paid := self._store.cost(*spent[1:])) else ""
         _log.info("the judge was asked %d times, %d + %d tokens%s; answers are in %s", *spent, cost, self._store.path)
-        if not any(thread.is_alive() for thread in self._threads):  # else an answer is still to be kept
-            self._endpoint.close()
-            self._store.close()
+        if not late:
+            await self._endpoint.client.aclose()
+            await self._stored(self._store.close)
+            self._disk.shutdown(wait=False)
+        return not late
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            request, future = job
+    async def _work(self, request: ScoreRequest, future: Future[Verdict]) -> None:
+        async with self._slots:
             if self._stopped.is_set():
                 future.cancel()
             if not future.set_running_or_notify_cancel():
-                continue
+                return
             try:
-                future.set_result(self._judge(request))
+                future.set_result(await self._judge(request))
             except BaseException as error:
                 future.set_exception(error)
 
-    def _judge(self, request: ScoreRequest) -> Verdict:
+    async def _judge(self, request: ScoreRequest) -> Verdict:
         try:
-            score = self._score(request)
+            score = await self._score(request)
         except (RequestFailed, NoVerdict) as failure:
-            self._count(failures=1)
+            self._counts["failures"] += 1
             return no_verdict(short(f"{JUDGE_ERROR}{failure}"))
         return Verdict({"score": score, "acc": float(score >= self._settings.threshold)}, None, None)
 
-    def _score(self, request: ScoreRequest) -> float:
+    async def _score(self, request: ScoreRequest) -> float:
         truth = request.ground_truth
         values = {
             "question": request.question,
@@ -151,7 +159,7 @@ class Judge:
             "ground_truth": truth if isinstance(truth, str) else json.dumps(truth, default=str),
             "max_score": f"{self._settings.max_score:g}",
         }
-        return self._read(self._reply(values))
+        return self._read(await self._reply(values))
 
     def _read(self, reply: Reply) -> float:
         """The score, 0 to 1, of a reply. NoVerdict if it has none."""
@@ -159,100 +167,114 @@ class Judge:
             raise NoVerdict("the judge's answer was cut off: raise reward.judge.max_tokens")
         return read_score(reply.text, self._settings.max_score)
 
-    def _kept(self, key: str) -> Reply | None:
-        """The kept reply, if it has a verdict: the judge may have been broken when it gave none."""
-        reply = self._store.find(key)
-        if reply is not None:
-            with suppress(NoVerdict):
-                self._read(reply)
-                return reply
-        return None
-
-    def _reply(self, values: Mapping[str, str]) -> Reply:
-        """The judge's reply: kept, asked for by another thread, or new."""
+    async def _reply(self, values: Mapping[str, str]) -> Reply:
+        """The judge's reply: of a request on its way, kept, or new."""
         settings = self._settings
         key = _key(settings.base_url, settings.model, settings.max_tokens, settings.extra_body, self._template, values)
-        with self._lock:
-            asking = self._asking.get(key)
-            own = asking is None
-            asking = asking or self._asking.setdefault(key, Future())
-        if not own:
-            reply = asking.result()
-            self._count(cached=1)
-            return reply
-        try:
-            reply = self._kept(key)
-            if reply is None:
-                reply = self._ask(fill_in(self._template, {**values, "tag": new_tag()}))
-                self._store.keep(key, reply)
-                self._count(input_tokens=reply.input_tokens, output_tokens=reply.output_tokens)
-            else:
-                self._count(cached=1)
-            asking.set_result(reply)
-            return reply
-        except BaseException as error:
-            asking.set_exception(error)
-            raise
-        finally:
-            with self._lock:
-                del self._asking[key]
+        if is_new := key not in self._asking:
+            self._asking[key] = asyncio.create_task(self._kept_or_new(key, values))
+            self._asking[key].add_done_callback(lambda _: self._asking.pop(key))
+        reply = await self._asking[key]
+        self._counts["cached"] += not is_new
+        return reply
 
-    def _ask(self, prompt: str) -> Reply:
+    async def _kept_or_new(self, key: str, values: Mapping[str, str]) -> Reply:
+        kept = await self._stored(self._store.find, key)
+        if kept is not None:
+            with suppress(NoVerdict):  # the judge may have been broken when it gave none
+                self._read(kept)
+                self._counts["cached"] += 1
+                return kept
+        reply = await self._ask(fill_in(self._template, {**values, "tag": new_tag()}))
+        await self._stored(self._store.keep, key, reply)
+        self._counts["input_tokens"] += reply.input_tokens
+        self._counts["output_tokens"] += reply.output_tokens
+        return reply
+
+    async def _ask(self, prompt: str) -> Reply:
         """Asks, and again after failures that may pass, each time after a longer wait. RequestFailed in the end."""
+
+        async def request() -> Reply:
+            await self._stored(self._store.begin_request)
+            return await self._endpoint.ask(prompt)
+
         settings, start = self._settings, time.monotonic()
-        self._count(requests=1)
+        self._counts["requests"] += 1
         try:
-            for attempt in range(settings.retries + 1):
+            for attempt in itertools.count():
                 try:
-                    with self._breaker.turn():
-                        self._begin_request()
-                        return self._endpoint.ask(prompt)
+                    return await self._breaker.attempt(request)
                 except RequestFailed as failure:
                     if not failure.again or attempt == settings.retries:
                         raise
                     longest = min(settings.backoff_s * 2**attempt, MAX_BACKOFF_S)
                     wait = max(random.uniform(0.5, 1.0) * longest, failure.wait_s)
-                if self._stopped.wait(wait):
+                if await set_within(self._stopped, wait):
                     raise RequestFailed("the run ended")
-                self._count(retries=1)
+                self._counts["retries"] += 1
             raise AssertionError("the last attempt returns or raises")
         finally:
-            self._count(seconds=time.monotonic() - start)
-
-    def _begin_request(self) -> None:
-        """Counts a request. RuntimeError if this process has used its share of a limit."""
-        with self._beginning:
-            self._check_limits(self._store.spent())
-            self._store.begin_request()
-
-    def _check_limits(self, spent: Spent) -> None:
-        settings, share = self._settings, 1 / self._num_processes
-        used = (
-            ("max_requests", settings.max_requests, spent.requests),
-            ("max_cost", settings.max_cost, self._spent_cost(spent)),
-        )
-        for name, limit, value in used:
-            if limit and value >= limit * share:
-                of = f", a share of 1/{self._num_processes} of" if self._num_processes > 1 else ","
-                raise RuntimeError(
-                    f"the judge has used {value:g}{of} reward.judge.{name}={limit:g}: raise it, then rerun the same "
-                    f"command to resume (answers are kept in {self._store.path})"
-                )
-
-    def _spent_cost(self, spent: Spent) -> float:
-        return self._cost(spent.input_tokens, spent.output_tokens)
-
-    def _cost(self, input_tokens: float, output_tokens: float) -> float:
-        settings = self._settings
-        per_input, per_output = settings.price_per_million_input_tokens, settings.price_per_million_output_tokens
-        return (input_tokens * per_input + output_tokens * per_output) / 1e6
-
-    def _count(self, **numbers: float) -> None:
-        with self._lock:
-            for name, number in numbers.items():
-                self._counts[name] += number
+            self._counts["seconds"] += time.monotonic() - start
 
 
 def _key(*parts: object) -> str:
     """A hash of all that the judge's answer depends on, but for the tag."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class JudgedVerifiers(Verifiers):
+    """Scores each sample by the judge and by the other functions at the same time."""
+
+    def __init__(self, name: str, judge: Judge, rest: Verifiers | None, *, error_score: float | None = None) -> None:
+        """
+        Args:
+            rest: of `weighted.without_judge(name)`; this closes it.
+        """
+        super().__init__(name, error_score)
+        self.judge, self.rest = judge, rest
+        self._parts = parse_parts(name) if is_weighted(name) else ()
+
+    def submit(self, request: ScoreRequest) -> Future[Verdict]:
+        """Starts to score a request in the background."""
+        found: Future[Verdict] = Future()
+        asked = [self.judge.submit(request), *([self.rest.submit(request)] if self.rest else [])]
+        ended = itertools.count(1)
+
+        def end(one: Future[Verdict]) -> None:
+            if next(ended) < len(asked) or not found.set_running_or_notify_cancel():
+                return
+            try:
+                found.set_result(self._verdict(request, *(part.result() for part in asked)))
+            except BaseException as error:
+                found.set_exception(error)
+
+        found.add_done_callback(lambda _: [part.cancel() for part in asked])
+        for part in asked:
+            part.add_done_callback(end)
+        return found
+
+    def take_replaced(self) -> int:
+        """Workers of the other functions replaced since the last call."""
+        return self.rest.take_replaced() if self.rest else 0
+
+    def close(self) -> None:
+        """Ends the other functions; whoever opened the judge closes it."""
+        if self.rest:
+            self.rest.close()
+
+    def _verdict(self, request: ScoreRequest, judged: Verdict, rest: Verdict | None = None) -> Verdict:
+        """That of all functions, as `weighted.weighted` computes it."""
+        for verdict in (judged, rest):
+            if verdict is not None and not verdict.numbers:
+                return verdict
+        if rest is not None and rest.error is not None:
+            return self.wrong(request, rest.error)
+        if not self._parts:
+            return judged
+        numbers, score = dict(rest.numbers) if rest else {"score": 0.0}, judged.numbers["score"]
+        for part in self._parts:
+            if part.function == JUDGE:
+                numbers["score"] += part.weight * score
+                numbers[part.name] = score
+        first = judged if rest is None or self._parts[0].function == JUDGE else rest
+        return Verdict(numbers | {"acc": first.numbers["acc"]}, first.pred, None)

@@ -1,7 +1,7 @@
-"""Host: what a judge is asked about a response, and how its verdict is read.
+"""Host: the question to a judge about a response, and how its verdict is read.
 
 A response is hostile text: it may ask for a high score, claim to be the end of the prompt, or contain a verdict. So it
-is inserted once and never scanned for placeholders, it stands between tags that change with every request, and the
+is inserted once and never scanned for placeholders, it is placed between tags that change with every request, and the
 verdict is the last line of what the judge itself wrote.
 """
 

@@ -1,12 +1,11 @@
 """Host: the answers of a judge and what they cost, in an SQLite file of the work directory. It survives kills."""
 
 import sqlite3
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+from dapo_jax.config.sections import JudgeConfig
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.judge_client import Reply
 
@@ -24,77 +23,77 @@ INSERT OR IGNORE INTO spent VALUES (0, 0, 0, 0);
 """
 
 
-class Spent(NamedTuple):
-    """What all runs and evaluations of the work directory have asked for."""
-
-    requests: int  # attempts included
-    input_tokens: int
-    output_tokens: int
-
-
 class JudgeStore:
-    """Replies by key. Threads and processes may share the file."""
+    """Replies by key, and the limits of reward.judge. Processes may share the file; one thread at a time uses it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
+    def __init__(self, path: Path, settings: JudgeConfig, num_processes: int) -> None:
+        """
+        Args:
+            num_processes: of the run. Each may use an equal share of the limits.
+
+        Raises:
+            InputError: the file cannot be opened.
+        """
+        self.path, self._settings, self._num_processes = path, settings, num_processes
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+            self._file = sqlite3.connect(path, timeout=_WAIT_S, check_same_thread=False)
             # Not WAL, which several hosts of a network file system cannot share: 1 ms more per request.
             self._file.execute("PRAGMA journal_mode=TRUNCATE")
             self._file.execute("PRAGMA synchronous=NORMAL")
             self._file.executescript(_TABLES)
-            self.spent()
         except (OSError, sqlite3.Error) as error:
             raise InputError(
                 f"{path}, the answers of the judge, cannot be opened ({error}): free space, or remove the file to ask "
                 "again"
             ) from error
+        self.close = self._file.close
 
     def find(self, key: str) -> Reply | None:
         """The reply that was kept under `key`."""
-        with self._locked():
-            query = "SELECT text, complete, input_tokens, output_tokens FROM replies WHERE key = ?"
-            found = self._file.execute(query, (key,)).fetchone()
-        return Reply(found[0], bool(found[1]), found[2], found[3]) if found else None
+        query = "SELECT text, complete, input_tokens, output_tokens FROM replies WHERE key = ?"
+        found = self._run((query, (key,)))
+        return Reply(found[0], bool(found[1]), *found[2:]) if found else None
 
     def begin_request(self) -> None:
-        """Counts an attempt."""
-        with self._locked():
-            self._file.execute("UPDATE spent SET requests = requests + 1")
+        """Counts an attempt. RuntimeError if this process has used its share of a limit."""
+        requests, *tokens = self.spent()
+        of = f", a share of 1/{self._num_processes} of" if self._num_processes > 1 else ","
+        for name, value in (("max_requests", requests), ("max_cost", self.cost(*tokens))):
+            limit = getattr(self._settings, name)
+            if limit and value >= limit / self._num_processes:
+                raise RuntimeError(
+                    f"the judge has used {value:g}{of} reward.judge.{name}={limit:g}: raise it, then rerun the same "
+                    f"command to resume (answers are kept in {self.path})"
+                )
+        self._run(("UPDATE spent SET requests = requests + 1", ()))
 
     def keep(self, key: str, reply: Reply) -> None:
         """Keeps a reply and counts its tokens."""
         tokens = reply.input_tokens, reply.output_tokens
-        with self._locked():
-            self._file.execute("BEGIN IMMEDIATE")
-            row = (key, reply.text.encode("utf-8", "replace").decode(), reply.complete, *tokens)
-            self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)", row)
-            added = "UPDATE spent SET input_tokens = input_tokens + ?, output_tokens = output_tokens + ?"
-            self._file.execute(added, tokens)
-            self._file.execute("COMMIT")
+        row = (key, reply.text.encode("utf-8", "replace").decode(), reply.complete, *tokens)
+        added = "UPDATE spent SET input_tokens = input_tokens + ?, output_tokens = output_tokens + ?"
+        self._run(("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)", row), (added, tokens))
 
-    def spent(self) -> Spent:
-        """What was asked for so far."""
-        with self._locked():
-            query = "SELECT requests, input_tokens, output_tokens FROM spent"
-            return Spent(*self._file.execute(query).fetchone())
+    def spent(self) -> tuple[int, int, int]:
+        """Requests, their retries included, and their input and output tokens, of all runs of the work directory."""
+        return self._run(("SELECT requests, input_tokens, output_tokens FROM spent", ()))
 
-    def close(self) -> None:
-        with self._lock:
-            self._file.close()
+    def cost(self, input_tokens: float, output_tokens: float) -> float:
+        """By the prices of reward.judge."""
+        prices = self._settings.price_per_million_input_tokens, self._settings.price_per_million_output_tokens
+        return (input_tokens * prices[0] + output_tokens * prices[1]) / 1e6
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The file for one thread at a time. RuntimeError if it cannot be read or written, for example a full disk."""
-        with self._lock:
-            try:
-                yield
-            except sqlite3.Error as error:
-                if self._file.in_transaction:
-                    self._file.rollback()
-                raise RuntimeError(
-                    f"{self.path}, the answers of the judge: {error}: free space, or remove the file if it is damaged, "
-                    "then rerun the same command to resume"
-                ) from error
+    def _run(self, *statements: tuple[str, Sequence[Any]]) -> Any:
+        """The first row that the last statement finds. All of them take effect, or none.
+
+        RuntimeError if the file cannot be read or written, for example as the disk is full.
+        """
+        try:
+            with self._file:
+                return [self._file.execute(query, values).fetchone() for query, values in statements][-1]
+        except sqlite3.Error as error:
+            raise RuntimeError(
+                f"{self.path}, the answers of the judge: {error}: free space, or remove the file if it is damaged, "
+                "then rerun the same command to resume"
+            ) from error

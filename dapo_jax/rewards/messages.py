@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from dapo_jax.data.json_values import plain
+from dapo_jax.data.row_schema import plain
 
 MAX_ANSWER = 1 << 20  # bytes of one message from a worker
 MAX_TEXT = 1000  # characters of pred, of an error and of a number's name

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from dapo_jax.config.own_functions import load_named
 from dapo_jax.errors import InputError
-from dapo_jax.own_functions import load_named
 from dapo_jax.rewards.messages import WRONG_RESULT
 
 RULE = (

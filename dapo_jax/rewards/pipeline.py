@@ -1,20 +1,25 @@
-"""Host: from responses to rewards: verifiers, reward model, overlong penalty."""
+"""Host: from responses to rewards: verifiers, which it also starts, reward model, overlong penalty."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
-from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig
+from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig, RewardConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import gather
-from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.judge import Judge, JudgedVerifiers
 from dapo_jax.rewards.scoring import ModelScorer, add_model_scores, add_rewards
 from dapo_jax.rewards.verdicts import Verifiers
 from dapo_jax.rewards.verification import Verification
+from dapo_jax.rewards.weighted import has_judge, without_judge
+from dapo_jax.rewards.worker_pool import VerifierPool
 
 
 @dataclass(frozen=True)
@@ -88,3 +93,42 @@ class RewardPipeline:
     def workers_replaced(self) -> int:
         """Verifier processes replaced since the last call, over all hosts."""
         return sum(gather(sum(pool.take_replaced() for pool in self.verifiers.values())))
+
+
+@contextmanager
+def open_verifiers(
+    functions: Iterable[str], reward: RewardConfig, folder: Path
+) -> Iterator[tuple[dict[str, Verifiers], Judge | None]]:
+    """What verifies by each reward function, and the judge that they share, if one of them asks it.
+
+    Args:
+        folder: of the judge's answers.
+
+    Raises:
+        InputError: a verifier cannot work.
+    """
+    names = list(dict.fromkeys(functions))
+    with ExitStack() as stack:
+        judge = None
+        if any(has_judge(name) for name in names):
+            process, count = jax.process_index(), jax.process_count()
+            judge = stack.enter_context(closing(Judge(reward.judge, folder, process=process, num_processes=count)))
+        yield {name: stack.enter_context(_verifiers(name, reward, judge)) for name in names}, judge
+
+
+def _verifiers(name: str, reward: RewardConfig, judge: Judge | None) -> Verifiers:
+    """Worker processes for a reward function, and the judge."""
+    if judge is not None and has_judge(name):
+        others = without_judge(name)
+        rest = _verifiers(others, reward, None) if others else None
+        return JudgedVerifiers(name, judge, rest, error_score=reward.error_score)
+    return VerifierPool(
+        name,
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        memory_limit_mb=reward.memory_limit_mb,
+        error_score=reward.error_score,
+        pattern=reward.format.pattern,
+        env=reward.env,
+        hidden_env=(reward.judge.api_key_env,),
+    )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.config.sections import Config, LengthRewardConfig, OverlongBufferConfig
+from dapo_jax.config.sections import DataConfig, LengthRewardConfig, OverlongBufferConfig, RewardModelConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.data.prompts import PromptSet
@@ -109,14 +109,13 @@ def scoring_work(lengths: np.ndarray, batches: Sequence[tuple[np.ndarray, int]],
     return Work(computed, flops.of_prompts(lengths))
 
 
-def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
+def load_scorer(settings: RewardModelConfig, data: DataConfig, dtype: Any, mesh: Mesh) -> ModelScorer:
     """Loads the reward model at reward.model.path.
 
     Raises:
         InputError: it is not a sequence-classification model with one label, it has no tokenizer that fits, or the
             mesh does not divide its weights.
     """
-    settings = config.reward.model
     path = model_at(settings.path, weights=True)
     arch = read_model_architecture(path)
     if not arch.scalar_head:
@@ -144,8 +143,8 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
         max_length=settings.max_length,
         weight=settings.weight,
         function_weight=settings.function_weight,
-        system_prompt=config.data.system_prompt,
-        chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=json.loads(data.chat_template_kwargs),
         identity=known,
     )
 

@@ -8,7 +8,7 @@ from dapo_jax.data.experience import OWN_SCORES, check_score_names
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.ground_truths import check_ground_truths
-from dapo_jax.rewards.judged import JudgedVerifiers
+from dapo_jax.rewards.judge import JudgedVerifiers
 from dapo_jax.rewards.messages import NO_VERDICT, WRONG_RESULT
 from dapo_jax.rewards.own_function import RULE
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers
@@ -70,7 +70,7 @@ def _check_metric(metric: str, name: str, row: PromptRow, verdict: Verdict) -> N
 
 
 def try_function(row: PromptRow, name: str, verifiers: Verifiers) -> list[Verdict]:
-    """Verdicts on made-up responses to a row, without those on which the function failed.
+    """Verdicts on trial responses to a row, without those on which the function failed.
 
     A function may fail on a response that it cannot read: it counts as wrong, with a warning, or is left out if the
     function returns None. Responses that are not scored within TRIAL_S are left out.
@@ -85,18 +85,18 @@ def try_function(row: PromptRow, name: str, verifiers: Verifiers) -> list[Verdic
     for text, error in failed:
         if WRONG_RESULT in error:
             raise InputError(
-                f"{described(name)} returns no verdict on the made-up response {text[:60]!r} to {row.origin} "
+                f"{described(name)} returns no verdict on the trial response {text[:60]!r} for {row.origin} "
                 f"({error.removeprefix('ValueError: ')}): it must be {RULE}: a finite number for every response"
             )
     if len(failed) == len(texts):
         raise InputError(
-            f"{described(name)} failed on all {len(texts)} made-up responses to {row.origin}, on "
+            f"{described(name)} failed on all {len(texts)} trial responses for {row.origin}, on "
             f"{texts[0][:60]!r} with {failed[0][1]}: correct it, and make it return its lowest score for a response "
             "that it cannot read"
         )
     if failed:
         _log.warning(
-            "%s failed on %d of %d made-up responses to %s, on %r with %s: such a response %s",
+            "%s failed on %d of %d trial responses for %s, on %r with %s: such a response %s",
             described(name),
             len(failed),
             len(verdicts),
@@ -118,8 +118,6 @@ def _judged(row: PromptRow, texts: list[str], name: str, verifiers: Verifiers) -
         try:
             verdicts.append(verdict.result(timeout=max(end - time.monotonic(), 0.0)))
         except TimeoutError:
-            _log.info(
-                "%s scored %d of %d made-up responses in %g s", described(name), len(verdicts), len(texts), TRIAL_S
-            )
+            _log.info("%s scored %d of %d trial responses in %g s", described(name), len(verdicts), len(texts), TRIAL_S)
             break
     return verdicts

@@ -1,4 +1,4 @@
-"""Host: verifies each response as it ends, while others are still being decoded."""
+"""Host: verifies each response as it ends, while others are still being decoded, and says what has failed."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,10 +8,11 @@ import jax
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
+from dapo_jax.data.experience import Outcomes
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.parallel.processes import SharedFailure, gather
-from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers
+from dapo_jax.rewards.verdicts import JUDGE_ERROR, ScoreRequest, Verdict, Verifiers
 
 _WAIT_S = 0.5  # between two checks for a stop request
 
@@ -78,3 +79,39 @@ class Verification:
 
     def _process_of(self, index: int) -> int:
         return index // self.num_samples % jax.process_count()
+
+
+def describe_failures(parts: Sequence[Outcomes]) -> str:
+    """How many verifications failed and their most frequent error; "" if none did."""
+    failed = sum(int(part.failed.sum()) for part in parts)
+    if not failed:
+        return ""
+    error = _main_error(parts)
+    count = sum(part.failed.size for part in parts)
+    share = f"all {count}" if failed == count else f"{failed} of {count}"
+    failing = "the judge gave no verdict" if error.startswith(JUDGE_ERROR) else "the reward function failed"
+    return f"{failing} on {share} responses, most often with {error.removeprefix(JUDGE_ERROR)}"
+
+
+def _main_error(parts: Sequence[Outcomes]) -> str:
+    """The most frequent error of the part in which most verifications failed."""
+    return max(parts, key=lambda part: part.failed.sum()).error
+
+
+def total_failure(parts: Sequence[Outcomes], what: str, max_share: float = 1.0) -> str | None:
+    """What happened and what to do if no verification of `what` succeeded, or more than max_share failed; else None.
+
+    Args:
+        max_share: reward.max_error_share.
+    """
+    failed, count = sum(int(part.failed.sum()) for part in parts), sum(part.failed.size for part in parts)
+    if not parts or not (failed == count or failed > max_share * count):
+        return None
+    limit = "" if failed == count else f" (reward.max_error_share={max_share:g})"
+    cure = (
+        "correct it, and let it return its lowest score for a response that it cannot read (for a time-out, raise "
+        "reward.timeout_s)"
+    )
+    if _main_error(parts).startswith(JUDGE_ERROR):
+        cure = "correct reward.judge, or see that its endpoint works"
+    return f"{what}: {describe_failures(parts)}{limit}: {cure}; then rerun the same command"

@@ -14,7 +14,7 @@ from typing import Any
 from dapo_jax.errors import InputError
 from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym, response_format
 from dapo_jax.rewards.own_function import called_with_four, load_function
-from dapo_jax.rewards.weighted import JUDGE, Part, functions_of, is_weighted, parse_parts, weighted
+from dapo_jax.rewards.weighted import JUDGE, Part, is_weighted, parse_parts, weighted
 
 Verifier = Callable[[str, str, str, dict[str, Any]], Any]
 
@@ -60,7 +60,7 @@ def none(data_source: str, solution: str, ground_truth: str, extra_info: dict[st
 
 def judge(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, float]:
     """InputError: the trainer's process asks the judge (judge.py)."""
-    raise InputError("the judge is asked by a run, not in a verifier process: use it as reward.function")
+    raise InputError("a judge runs in the trainer, not in a verifier process: use it as reward.function")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ class BuiltIn:
 
 
 _MATH = ("Answer: {}", r"\boxed{{{}}}")
-OF_SESSION = "python:"  # begins the name of a function that only this Python session has
 NO_OWN: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 VERIFIERS = {
     "none": BuiltIn(none, numbers=("score",)),
@@ -95,7 +94,7 @@ def load_verifier(name: str, own: Mapping[str, Callable[..., Any]] = NO_OWN, *, 
     """The verifier with this name, path (`own_function`) or text of several (`weighted`), with its library loaded.
 
     Args:
-        own: the functions of this Python session behind python:NAME, by NAME.
+        own: functions of the session that started this process, by name (`session`).
         pattern: of the verifier `format`.
 
     Raises:
@@ -113,29 +112,14 @@ def load_verifier(name: str, own: Mapping[str, Callable[..., Any]] = NO_OWN, *, 
         reasoning_gym.load()
     if name in VERIFIERS:
         return VERIFIERS[name].score
-    if is_of_session(name):
-        if (function := own.get(name.removeprefix(OF_SESSION))) is None:
-            raise InputError(session_problem(name))
-        return called_with_four(f"reward.function={name!r}", function)
+    if name in own:
+        return called_with_four(f"reward.function={name!r}", own[name])
     if "." not in name:
         raise InputError(
             f"reward.function={name!r} must be one of {', '.join(VERIFIERS)}, or the path of your own function, "
             "package.module.function or FILE.py:function: correct the name"
         )
     return load_function(name)
-
-
-def is_of_session(name: str) -> bool:
-    """Whether a verifier, or a part of it, is a function that only this Python session has."""
-    return any(function.startswith(OF_SESSION) for function in functions_of(name))
-
-
-def session_problem(name: str) -> str:
-    """Why a function of another Python session cannot be used, and the cure."""
-    return (
-        f"reward.function={name!r} is a function of the Python session that started the run: start it from there with "
-        "the same function, or give package.module.function or FILE.py:function"
-    )
 
 
 def _load_part(part: Part, own: Mapping[str, Callable[..., Any]], pattern: str) -> Verifier:

@@ -1,7 +1,8 @@
 """Host: one verifier process: `python -m dapo_jax.rewards.worker FD VERIFIER MEMORY_LIMIT_MB PATTERN`.
 
-The pool starts it. FD is an inherited socket, PATTERN that of the verifier `format`. The worker first reports whether
-the verifier loaded (null, or the error). It then answers requests until the pool closes the socket (`messages`).
+The pool starts it. FD is an inherited socket, PATTERN that of the verifier `format`. The worker first receives the
+functions of the pool's session that the verifier needs (`session`), and reports whether the verifier loaded (null, or
+the error). It then answers requests until the pool closes the socket (`messages`).
 """
 
 import errno
@@ -11,11 +12,13 @@ import resource
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from dapo_jax.rewards.messages import NO_VERDICT, Answer, decode_request, encode_answer, receive, send
 from dapo_jax.rewards.results import normalize_result, short
+from dapo_jax.rewards.session import of_session, received
 from dapo_jax.rewards.verifiers import Verifier, load_verifier
 from dapo_jax.rewards.weighted import described
 from dapo_jax.rewards.worker_supervisor import fork_worker
@@ -38,8 +41,8 @@ def main() -> None:
             os._exit(0)
         send(connection, message)
 
-    verifier, error = _load(name, pattern)
     try:
+        verifier, error = _load(name, pattern, [receive(connection) for _ in of_session(name)])
         reply(json.dumps(error).encode())
         while verifier is not None:
             reply(encode_answer(answer(verifier, receive(connection))))
@@ -61,10 +64,10 @@ def answer(verifier: Verifier, request: bytes) -> Answer:
     return Answer({}, None, _error_text(raised), exhausted=_is_exhaustion(raised))
 
 
-def _load(name: str, pattern: str) -> tuple[Verifier | None, str | None]:
+def _load(name: str, pattern: str, pickles: Sequence[bytes]) -> tuple[Verifier | None, str | None]:
     """The verifier, or the reason why it cannot be loaded."""
     try:
-        return load_verifier(name, pattern=pattern), None
+        return load_verifier(name, received(name, pickles), pattern=pattern), None
     except ValueError as error:
         return None, str(error)
     except MemoryError:

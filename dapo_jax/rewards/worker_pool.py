@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import without_secrets
 from dapo_jax.rewards.messages import NO_VERDICT, MalformedAnswer
+from dapo_jax.rewards.session import pickles
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers, encoded, no_verdict
 from dapo_jax.rewards.worker_process import Worker
 
@@ -63,6 +64,7 @@ class VerifierPool(Verifiers):
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
         self._pattern = pattern
+        self._functions = pickles(verifier)
         self._environment = without_secrets(os.environ, env, hidden_env)
         if left_out := sorted(os.environ.keys() - self._environment.keys()):
             names = ", ".join(left_out)
@@ -149,7 +151,7 @@ class VerifierPool(Verifiers):
         return self._start_worker(), exit_code
 
     def _start_worker(self) -> Worker:
-        worker = Worker(self.name, self._memory_limit_mb, self._pattern, self._environment)
+        worker = Worker(self.name, self._memory_limit_mb, self._pattern, self._environment, self._functions)
         self._workers.add(worker)
         return worker
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from dapo_jax.errors import InputError
@@ -24,7 +24,18 @@ _REAP_LIMIT_S = 10.0  # for the system to end a killed process
 class Worker:
     """One worker process and the pool's end of its connection. Only one thread may use it at a time."""
 
-    def __init__(self, verifier: str, memory_limit_mb: int, pattern: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        verifier: str,
+        memory_limit_mb: int,
+        pattern: str,
+        environment: Mapping[str, str],
+        functions: Sequence[bytes],
+    ) -> None:
+        """
+        Args:
+            functions: `session.pickles` of the verifier.
+        """
         self._verifier = verifier
         self._ready = False
         self._connection, inherited = socket.socketpair()
@@ -39,6 +50,9 @@ class Worker:
                 env=environment,
                 start_new_session=True,
             )
+        with suppress(OSError, TimeoutError):  # it has ended: `wait_until_ready` says so
+            for function in functions:
+                send(self._connection, function, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> None:
         """Returns once the verifier is loaded. InputError if it cannot be loaded."""

@@ -1,19 +1,19 @@
 import pytest
+from in_process import InThisProcess
 
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.rewards import ground_truths
 from dapo_jax.rewards.ground_truths import check_ground_truths
-from dapo_jax.rewards.in_process import InProcessVerifiers
 from dapo_jax.rewards.verdicts import Verdict
 from dapo_jax.rewards.verifiers import VERIFIERS
 
 
-class InThisProcess(InProcessVerifiers):
-    """Counts what it is asked."""
+class Counting(InThisProcess):
+    """Counts its questions."""
 
     def __init__(self, name):
         forms = name in VERIFIERS and VERIFIERS[name].forms
-        super().__init__(name if forms or name == "auto" else "none", {})  # the others are asked nothing
+        super().__init__(name if forms or name == "auto" else "none")  # the others are asked nothing
         self.num_asked = 0
 
     def submit(self, request):
@@ -40,7 +40,7 @@ def row(ground_truth, data_source="openai/gsm8k", number=1):
     ],
 )
 def test_the_verifier_says_which_ground_truths_it_can_accept(name, accepted, refused):
-    pool = InThisProcess(name)
+    pool = Counting(name)
     check_ground_truths([row(ground_truth) for ground_truth in accepted], name, pool)
     for ground_truth in refused:
         with pytest.raises(ValueError, match=f"is not an answer that {name} accepts"):
@@ -55,7 +55,7 @@ def test_every_verifier_that_compares_with_the_ground_truth_is_asked():
 def test_the_rows_are_named_with_value_rule_and_cure():
     rows = [row("34", number=1), row("34 apples", number=2), row("1", number=3), row("34 apples", number=4)]
     with pytest.raises(ValueError) as error:
-        check_ground_truths(rows, "auto", InThisProcess("auto"))
+        check_ground_truths(rows, "auto", Counting("auto"))
     first, *lines = str(error.value).splitlines()
     assert first.startswith(
         "no response can match these ground truths (2 rows): write them as the verifier reads answers"
@@ -69,17 +69,17 @@ def test_the_rows_are_named_with_value_rule_and_cure():
 
 def test_a_verifier_that_fails_says_why():
     with pytest.raises(ValueError, match="row 1: ground_truth='five' .*arithmetic accepts.*must be a number"):
-        check_ground_truths([row("five", "arithmetic")], "auto", InThisProcess("auto"))
+        check_ground_truths([row("five", "arithmetic")], "auto", Counting("auto"))
 
 
 def test_a_verifier_that_does_not_come_to_a_verdict_may_need_more_time_or_memory(monkeypatch):
-    pool = InThisProcess("math_verify")
+    pool = Counting("math_verify")
     late = Verdict({"score": 0.0, "acc": 0.0}, None, "timeout after 10 s")
     monkeypatch.setattr(pool, "_judge", lambda request: late)
     with pytest.raises(ValueError, match=r"raise reward.timeout_s or reward.memory_limit_mb:(?s:.*)10 s"):
         check_ground_truths([row("34")], "math_verify", pool)
     with pytest.raises(ValueError) as error:
-        check_ground_truths([row("34 apples")], "gsm8k", InThisProcess("gsm8k"))
+        check_ground_truths([row("34 apples")], "gsm8k", Counting("gsm8k"))
     assert "reward.timeout_s" not in str(error.value)
 
 
@@ -87,24 +87,24 @@ def test_a_verifier_that_does_not_come_to_a_verdict_may_need_more_time_or_memory
 def test_a_built_in_verifier_refuses_ground_truths_that_are_not_text(truth):
     for name in ("gsm8k", "math_verify", "auto"):
         with pytest.raises(ValueError, match="row 2: ground_truth=.* must be text, because .* compares text .your own"):
-            check_ground_truths([row("34"), row(truth, number=2)], name, InThisProcess(name))
+            check_ground_truths([row("34"), row(truth, number=2)], name, Counting(name))
         with pytest.raises(ValueError, match=r"\(9 rows\)(?s:.*)row 0 and 8 more: ground_truth"):
-            check_ground_truths([row(truth, number=number) for number in range(9)], name, InThisProcess(name))
+            check_ground_truths([row(truth, number=number) for number in range(9)], name, Counting(name))
     for name in ("none", "reasoning_gym", "package.module.function"):
-        check_ground_truths([row(truth)], name, InThisProcess(name))
+        check_ground_truths([row(truth)], name, Counting(name))
 
 
 @pytest.mark.parametrize("truth", ["None", "nan", " N/A"])
 def test_the_text_of_a_missing_value_is_no_ground_truth(truth):
     for name in ("gsm8k", "math_verify", "math_dapo"):
         with pytest.raises(ValueError, match="row 2: ground_truth=.* must be an answer, not the text of a missing"):
-            check_ground_truths([row("34"), row(truth, number=2)], name, InThisProcess(name))
+            check_ground_truths([row("34"), row(truth, number=2)], name, Counting(name))
 
 
 def test_leading_zeros_are_named_where_the_spelling_is_compared(caplog):
     rows = [row("34"), row("033", number=2), row("07", number=3), row("0.5", number=4)]
     for name in ("math_dapo_lenient", "gsm8k_flexible", "math_dapo"):
-        check_ground_truths(rows, name, InThisProcess(name))
+        check_ground_truths(rows, name, Counting(name))
     [said] = [record.getMessage() for record in caplog.records if "begins with 0" in record.getMessage()]
     assert said.startswith("a.jsonl row 2 and 1 more: ground_truth=033") and "choose math_dapo_lenient" in said
 
@@ -112,6 +112,6 @@ def test_leading_zeros_are_named_where_the_spelling_is_compared(caplog):
 def test_equal_ground_truths_are_asked_once_and_few_of_a_slow_verifier(monkeypatch):
     monkeypatch.setattr(ground_truths, "MAX_ASKED", 10)
     for name, expected in {"gsm8k": 45, "math_verify": 9}.items():
-        pool = InThisProcess(name)
+        pool = Counting(name)
         check_ground_truths([row(str(index % 45)) for index in range(90)], name, pool)
         assert pool.num_asked == expected

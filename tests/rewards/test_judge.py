@@ -16,6 +16,7 @@ from waiting import wait_until
 
 from dapo_jax.config.sections import JudgeConfig
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.rewards import judge as judge_module
 from dapo_jax.rewards.judge import COUNTS, Judge
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict
 
@@ -52,6 +53,18 @@ def request(text, truth="7"):
 
 def verdicts(judge, texts):
     return [future.result(timeout=30) for future in [judge.submit(request(text)) for text in texts]]
+
+
+def waits_of(monkeypatch):
+    """The seconds between attempts, from now on; nothing waits for them."""
+    waits = []
+
+    async def set_within(event, seconds):
+        waits.append(seconds)
+        return False
+
+    monkeypatch.setattr(judge_module, "set_within", set_within)
+    return waits
 
 
 def test_a_verdict_is_the_share_of_the_largest_score_and_acc_compares_it(server, opened):
@@ -110,8 +123,7 @@ def test_a_failure_that_does_not_pass_costs_one_request_and_its_sample(server, o
 
 def test_what_may_pass_is_asked_again_after_waits_that_double(server, opened, monkeypatch):
     judge = opened(retries=4, backoff_s=0.2)
-    waits = []
-    monkeypatch.setattr(judge._stopped, "wait", waits.append)
+    waits = waits_of(monkeypatch)
     server.script = [Answer(status=status, body="later") for status in (408, 429, 500, 503)]
     [verdict] = verdicts(judge, ["a"])
     assert verdict.error is None and len(server.asked) == 5
@@ -123,8 +135,7 @@ def test_what_may_pass_is_asked_again_after_waits_that_double(server, opened, mo
 
 def test_retry_after_is_honoured(server, opened, monkeypatch):
     judge = opened()
-    waits = []
-    monkeypatch.setattr(judge._stopped, "wait", waits.append)
+    waits = waits_of(monkeypatch)
     date = email.utils.formatdate(time.time() + 100, usegmt=True)
     for given in ("1", date, "nonsense", "\u00b2"):
         server.script = [Answer(status=429, headers={"Retry-After": given})]
@@ -259,10 +270,10 @@ def test_the_limit_of_requests_ends_the_run_and_holds_after_a_restart(server, op
     assert verdicts(opened(max_requests=4), ["c"])[0].error is None
 
 
-def test_the_limit_of_requests_holds_for_threads_together(server, opened, monkeypatch):
+def test_the_limit_of_requests_holds_for_requests_at_once(server, opened, monkeypatch):
     judge = opened(max_requests=5)
     spent = judge._store.spent
-    monkeypatch.setattr(judge._store, "spent", lambda: (spent(), time.sleep(0.02))[0])  # threads that check meet
+    monkeypatch.setattr(judge._store, "spent", lambda: (spent(), time.sleep(0.02))[0])  # checks that could meet
     futures = [judge.submit(request(str(index))) for index in range(20)]
     failed = [future for future in futures if future.exception(timeout=30) is not None]
     assert len(server.asked) == 5 and len(failed) == 15

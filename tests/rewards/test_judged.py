@@ -3,29 +3,32 @@
 import json
 import re
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 from ends_within import ends_within
+from in_process import InThisProcess
 from judge_server import Answer, judge_server
+from metrics_page import find
 from small_run import Killed, at_call, kill, rows_without_clock, small_config
 
-from dapo_jax import step as step_module
 from dapo_jax.config.sections import JudgeConfig, RewardConfig
 from dapo_jax.data.rows import PromptRow
-from dapo_jax.evaluate import bench
-from dapo_jax.monitor.catalogue import find
+from dapo_jax.evaluate.evaluate import bench
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.processes import SharedFailure
-from dapo_jax.rewards import verification
-from dapo_jax.rewards.opening import open_verifiers
+from dapo_jax.rewards import pipeline, verification
+from dapo_jax.rewards.pipeline import open_verifiers
 from dapo_jax.rewards.trial import check_rewards
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict
-from dapo_jax.rewards.verifiers import NO_OWN, wrong_score
+from dapo_jax.rewards.verifiers import wrong_score
 from dapo_jax.rewards.weighted import without_judge
-from dapo_jax.training import train
+from dapo_jax.training import step as step_module
+from dapo_jax.training.loop import train
 
 SEVERAL = json.dumps(
     {
@@ -44,10 +47,11 @@ def server():
 
 
 @contextmanager
-def opened(server, folder, name, own=NO_OWN, **changes):
+def opened(server, folder, name, own=None, **changes):
     settings = JudgeConfig(base_url=server.base_url, model="grader", backoff_s=0.01, **changes)
     reward = RewardConfig(judge=settings, num_workers=1)
-    with open_verifiers([name, name], reward, own, folder) as (verifiers, judge):
+    here = mock.patch.object(pipeline, "VerifierPool", partial(InThisProcess, own=own)) if own else nullcontext()
+    with here, open_verifiers([name, name], reward, folder) as (verifiers, judge):
         assert judge is not None
         yield verifiers[name]
 
@@ -66,7 +70,7 @@ def test_the_judge_is_summed_with_what_runs_in_processes(server, tmp_path):
 
 
 # The others run in this process.
-OWN = {"right": lambda text, truth: float(truth in text), "fails": lambda a, b, c, d: d["absent"]}
+OWN = {"python:right": lambda text, truth: float(truth in text), "python:fails": lambda a, b, c, d: d["absent"]}
 FIRST = '{"helpful": "judge", "correct": {"function": "python:right", "weight": 2}}'
 LAST = '{"correct": {"function": "python:right", "weight": 2}, "helpful": "judge"}'
 
@@ -107,7 +111,7 @@ def test_a_function_that_fails_fails_the_sum_with_the_lowest_scores(server, tmp_
 )
 def test_a_part_without_a_verdict_leaves_the_sum_without_one(server, tmp_path, name, error):
     server.rule = lambda prompt: Answer("Score: 7" if "unsure" in name else "no verdict")
-    with opened(server, tmp_path, name, OWN | {"unsure": lambda text: None}) as verifiers:
+    with opened(server, tmp_path, name, OWN | {"python:unsure": lambda text: None}) as verifiers:
         [verdict] = verifiers.score([request("Answer: 7")])
     assert verdict.numbers == {} and error in str(verdict.error)
 
@@ -136,7 +140,7 @@ def test_the_parts_without_the_judge():
 
 
 def test_the_trial_asks_the_judge_once_and_checks_the_other_parts(server, tmp_path):
-    own = {"brief": lambda text: {"score": -len(text), "words": 1}}
+    own = {"python:brief": lambda text: {"score": -len(text), "words": 1}}
     name = json.dumps({"correct": "arithmetic", "helpful": "judge", "brief": "python:brief"})
     with opened(server, tmp_path, name, own) as verifiers:
         for metric in (None, "helpful", "brief.words", "acc"):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from dynamic_sampling.small_groups import NUM_ROWS, experience, options_of, start
+from dynamic_sampling.small_groups import NUM_ROWS, MadeUp, accumulated, experience, options_of, start
 from shapes import mesh_of
 from small_run import assert_same_policy, copied, rows_without_clock, small_config, unsure_function
 
@@ -14,21 +14,19 @@ from dapo_jax.config.sections import DataConfig, FilterGroupsConfig, LengthRewar
 from dapo_jax.data.experience import concatenate, from_arrays, to_arrays
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import character_tokenizer
-from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
-from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, filtered_counts
-from dapo_jax.held_out import _Measured, mean_accuracy
 from dapo_jax.learner.batch import make_batch
 from dapo_jax.learner.update import sequence_lengths
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.statistics import evaluation_metrics, group_reward_metrics
 from dapo_jax.rewards.lowest import lowest_given, with_lowest
 from dapo_jax.rewards.scoring import add_rewards
-from dapo_jax.run import open_run
-from dapo_jax.state import first_state
-from dapo_jax.step import sample_batch
-from dapo_jax.step_metrics import experience_metrics, sampling_metrics
-from dapo_jax.training import train
+from dapo_jax.run.held_out import _Measured, mean_accuracy
+from dapo_jax.run.parts import open_run
+from dapo_jax.training.loop import train
+from dapo_jax.training.metrics import experience_metrics, sampling_metrics
+from dapo_jax.training.state import first_state
+from dapo_jax.training.step import sample_batch
 
 NAN = float("nan")
 NO_BUFFER = OverlongBufferConfig()
@@ -111,14 +109,8 @@ def judged(numbers, acc_of):
 def test_history_and_lowest_scores_follow_from_the_groups_up_to_the_cut_alone(size):
     """Whatever is sampled at once: 0 and 4 are mixed, 2 has a failure, 5 and 6 come after the cut."""
     acc = [[1, -1], [1, 1], [1, NAN], [0, 0], [1, -2], [1, 1], [-9, 1]]
-    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    accepted = accumulate_groups(
-        lambda numbers: lambda: judged(numbers, lambda number: acc[number % 7]),
-        start(),
-        source,
-        step=1,
-        **options_of(target=2, size=size),
-    )
+    rollout = MadeUp(lambda numbers: judged(numbers, lambda number: acc[number % 7]))
+    accepted = accumulated(rollout, start(), **options_of(target=2, size=size))
     assert accepted.experience.numbers.tolist() == [0, 4] and accepted.state.next_prompt == 5
     assert accepted.state.lowest == {"acc": -2.0, "score": -2.0}
     assert accepted.state.history.uniform_in_a_row[:7].tolist() == [0, 1, 0, 1, 0, 0, 0]
@@ -126,12 +118,9 @@ def test_history_and_lowest_scores_follow_from_the_groups_up_to_the_cut_alone(si
 
 
 def test_a_fall_back_uses_no_group_with_too_few_verdicts():
-    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
     options = options_of(target=2, size=2, limit=1, on_limit="fallback_unfiltered")
     accs = [[1, 1, NAN], [1, NAN, NAN]]
-    accepted = accumulate_groups(
-        lambda numbers: lambda: judged(numbers, accs.__getitem__), start(), source, step=1, **options
-    )
+    accepted = accumulated(MadeUp(lambda numbers: judged(numbers, accs.__getitem__)), start(), **options)
     assert accepted.experience.numbers.tolist() == [0] and accepted.outcome == "fallback"
 
 
@@ -141,8 +130,7 @@ def test_metrics_are_those_of_the_verdicts(mesh):
 
     groups = shaped(groups_of([[1, 0, NAN], [1, 1, NAN]], lengths=[[2, 4, 9], [3, 3, 3]]), mesh)
     round_ = filter_groups(groups, FilterGroupsConfig(), mesh)
-    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    accepted = accumulate_groups(lambda _: lambda: round_, start(), source, step=1, **options_of(target=1, size=2))
+    accepted = accumulated(MadeUp(lambda _: round_), start(), **options_of(target=1, size=2))
     metrics = experience_metrics(accepted, DataConfig(), Order()) | sampling_metrics(accepted)
     assert (metrics["reward/num_errors"], metrics["reward/num_missing"]) == (2, 2)
     assert metrics["reward/unfiltered_mean"] == 0.75 and metrics["dynamic_sampling/uniform_share"] == 0.5
@@ -172,7 +160,7 @@ def test_a_row_without_a_verdict_changes_no_number_of_the_others(tmp_path):
     config = small_config(tmp_path, **{"rollout.n": 4, "trainer.val_before_train": False})
     with open_run(config, initial_step=0) as run:
         state = first_state(run)
-        weights = run.learner.decode_weights(state.models.actor.params)
+        weights = run.learner.networks.decode_weights(state.models.actor.params)
         groups = sample_batch(run, weights, state.stream, state.progress, 1)[0].experience
         assert groups is not None
         scores = {name: values.copy() for name, values in groups.scores.items()}
@@ -184,7 +172,7 @@ def test_a_row_without_a_verdict_changes_no_number_of_the_others(tmp_path):
         expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         np.testing.assert_allclose(batch.advantages[[0, 2, 3], 0], expected, rtol=1e-5, atol=1e-5)
         assert not any(array[1].any() for array in (batch.mask, batch.by_policy, batch.loss_mask, batch.advantages))
-        assert batch.group_ids[1] == run.learner.num_groups and np.isfinite(list(metrics.values())).all()
+        assert batch.group_ids[1] == run.learner.batching.num_groups and np.isfinite(list(metrics.values())).all()
         assert sequence_lengths(batch)[1] == 0
 
 

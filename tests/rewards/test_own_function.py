@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from dapo_jax.rewards.own_function import load_function
+from dapo_jax.rewards.own_function import load_function, taken
 
 
 @pytest.fixture
@@ -122,3 +122,23 @@ def test_what_cannot_be_loaded_is_named_with_the_cure(name, reason, tmp_path, mo
 
 def test_a_function_of_two_arguments_needs_no_wrapper(own):
     assert own("def score(text, truth): return float(text == truth)")("any", "7", "7", {}) == 1.0
+
+
+def test_arguments_go_by_name_and_then_by_order():
+    solution, truth, info = "solution", "ground_truth", "extra_info"
+    for function, expected in (
+        (lambda text: 0, (solution,)),
+        (lambda a, b: 0, (solution, truth)),
+        (lambda a, b, c: 0, (solution, truth, info)),
+        (lambda text, extra_info: 0, (solution, info)),
+        (lambda ground_truth, text: 0, (truth, solution)),
+        (lambda solution_str, ground_truth: 0, (solution, truth)),
+        (lambda text, strict=True: 0, (solution,)),
+        (lambda solution, ground_truth, extra_info=None: 0, (solution, truth, info)),
+        (lambda a, b, c, d: 0, ("data_source", solution, truth, info)),
+        (lambda data_source, solution_str, ground_truth, extra_info=None: 0, ("data_source", solution, truth, info)),
+    ):
+        assert tuple(taken("own", function).values()) == expected
+    for function in (lambda: 0, lambda a, b, c, d, e: 0, lambda text, solution: 0):
+        with pytest.raises(ValueError, match="own must be f.text, truth."):
+            taken("own", function)

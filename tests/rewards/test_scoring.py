@@ -23,7 +23,7 @@ from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer, plan_batches, scoring_work
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
 CHAT = ({"role": "user", "content": "1 + 2 ="},)
 PROMPTS = ["2 + 2 =", CHAT, "what is 12 * 3 ?", CHAT, "9"]
@@ -52,7 +52,8 @@ def config_with(directory, **changes):
 
 
 def scorer_on(shape, directory, **changes):
-    return load_scorer(config_with(directory, **changes), jnp.dtype(jnp.float32), mesh_of(shape))
+    config = config_with(directory, **changes)
+    return load_scorer(config.reward.model, config.data, jnp.dtype(jnp.float32), mesh_of(shape))
 
 
 def scores_on(shape, directory, **changes) -> np.ndarray:

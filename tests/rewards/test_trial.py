@@ -50,13 +50,13 @@ def test_a_function_that_works_gives_its_verdicts(tried, caplog):
     ],
 )
 def test_an_invalid_result_is_refused(result, found, tried):
-    message = rf"own.py:score' returns no verdict on .* to a.jsonl row 1 .*{found}.*it must be"
+    message = rf"own.py:score' returns no verdict on .* for a.jsonl row 1 .*{found}.*it must be"
     with pytest.raises(ValueError, match=message):
         tried(result)
 
 
 def test_a_function_that_always_raises_is_refused_with_its_error(tried):
-    message = "failed on all 8 made-up responses to a.jsonl row 1, .* KeyError: 'answer': corr"
+    message = "failed on all 8 trial responses for a.jsonl row 1, .* KeyError: 'answer': corr"
     with pytest.raises(ValueError, match=message):
         tried("extra_info['answer']")
 
@@ -77,14 +77,14 @@ def test_a_function_may_raise_for_what_it_cannot_read(reading, tried, caplog):
     with caplog.at_level(logging.WARNING):
         verdicts = tried(f"float(int({reading}) == 34)")
     assert {verdict.numbers["acc"] for verdict in verdicts} == {1.0}
-    assert re.search("made-up responses.*counts as wrong", caplog.text)
+    assert re.search("trial responses.*counts as wrong", caplog.text)
 
 
 def test_a_function_may_have_no_verdict_but_not_always(tried, caplog):
     with caplog.at_level(logging.WARNING):
         assert len(tried("1.0 if solution else None")) == 7
-    assert re.search("failed on 1 of 8 made-up responses.*None.*is left out of its group", caplog.text)
-    with pytest.raises(ValueError, match="failed on all 8 made-up responses .* returned None: no verdict"):
+    assert re.search("failed on 1 of 8 trial responses.*None.*is left out of its group", caplog.text)
+    with pytest.raises(ValueError, match="failed on all 8 trial responses .* returned None: no verdict"):
         tried("None")
 
 
