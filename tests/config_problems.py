@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from dapo_jax.command.option_uses import USES
+from dapo_jax.command.option_uses import READS
 from dapo_jax.command.validation import BOUNDS, CHOICES, validate
 from dapo_jax.command.warnings import warnings
 from dapo_jax.config.aliases import resolve_aliases
@@ -75,7 +75,7 @@ def _traits(key: str) -> Iterator[str]:
     yield types()[key]
     yield from ("NAMES" if key in CHOICES else bound.rule for name, bound in BOUNDS if name == key)
     yield from ["may be infinite"] * (key in MAY_BE_INFINITE) + ["of places"] * (key in PATHS)
-    yield from (f"read with {use.setting}" for use in USES if key in use.keys)
+    yield from (f"read with {one.setting}" for one in READS.get(key, ()))
 
 
 @functools.cache

@@ -14,17 +14,17 @@ import pytest
 from bucket import ADDRESS, make_bucket
 from small_run import assert_as_undisturbed, assert_same_policy, rows_without_clock, small_config
 
-from dapo_jax import places
-from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command.validation import validate
+from dapo_jax.config import places
+from dapo_jax.config.places import address_problem, local_model, place_of
 from dapo_jax.config.values import with_values
 from dapo_jax.data.prompt_files import read_prompt_files
-from dapo_jax.evaluate import bench
-from dapo_jax.export import export
+from dapo_jax.evaluate.evaluate import bench
+from dapo_jax.export.export import export
 from dapo_jax.monitor.tensorboard import EVENTS
-from dapo_jax.other_runs import find_trained
-from dapo_jax.places import address_problem, local_model, place_of
-from dapo_jax.training import train
+from dapo_jax.run.checkpoint import saved_steps
+from dapo_jax.run.other_runs import find_trained
+from dapo_jax.training.loop import train
 
 
 @pytest.fixture
@@ -48,7 +48,9 @@ def test_a_missing_package_is_named(tmp_path):
 def test_a_user_without_a_home_directory_can_import_and_is_told_what_needs_one():
     """Neither HOME nor an entry of this user: some containers."""
     code = "import os, pwd; os.environ.pop('HOME'); pwd.getpwuid = lambda _: {}[0]\n"
-    code += "from dapo_jax.hub.smollm2 import SMOLLM2\nfrom dapo_jax.places import local_model\nlocal_model(SMOLLM2)"
+    code += (
+        "from dapo_jax.hub.smollm2 import SMOLLM2\nfrom dapo_jax.config.places import local_model\nlocal_model(SMOLLM2)"
+    )
     variables = {name: value for name, value in os.environ.items() if name != "DAPO_JAX_CACHE"} | {"HOME": "/"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
     assert "InputError: ~/.cache/dapo_jax" in done.stderr and "needs a home directory" in done.stderr
@@ -75,9 +77,6 @@ def test_a_model_is_copied_once_and_again_when_it_has_changed(bucket):
     assert sorted(path.name for path in copy.iterdir()) == ["b.safetensors", "config.json"]
     (model / "config.json").write_text("longer than before")
     assert (local_model(address) / "config.json").read_text() == "longer than before"
-    (model / "m.gguf").write_text("weights")
-    assert local_model(f"{ADDRESS}/model/m.gguf").read_text() == "weights"
-    assert (local_model(address) / "m.gguf").read_text() == "weights"
     (model / "tuned").mkdir()
     (model / "tuned" / "config.json").write_text("tuned")
     assert (local_model(f"{address}/tuned") / "config.json").read_text() == "tuned"
@@ -94,10 +93,11 @@ def test_outputs_of_commands_are_not_written_to_a_directory_called_gs(bucket, tm
 
 
 def test_a_copy_without_room_is_refused(bucket, monkeypatch):
-    (bucket / "m.gguf").write_text("weights")
+    (bucket / "model").mkdir()
+    (bucket / "model" / "config.json").write_text("weights")
     monkeypatch.setattr(places.shutil, "disk_usage", lambda _: SimpleNamespace(free=3))
     with pytest.raises(RuntimeError, match="0.00 GB are free: make room, or mount the bucket as a directory"):
-        local_model(f"{ADDRESS}/m.gguf")
+        local_model(f"{ADDRESS}/model")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

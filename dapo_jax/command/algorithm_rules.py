@@ -6,10 +6,10 @@ from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.algorithms.rollout_correction import CRITERIA, parse_threshold
 from dapo_jax.command.reward_rules import measured_numbers
+from dapo_jax.command.tasks import given_function
 from dapo_jax.config.derived import further_rewards, gen_batch_size, keeps_some, trains_on_rewards
 from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
-from dapo_jax.problems import given_function
 from dapo_jax.rewards.weighted import is_weighted
 
 
@@ -55,7 +55,7 @@ def _gdpo_problems(config: Config) -> Iterator[str]:
     """The rewards of an estimator of several (GDPO): all that the config asks for, or those named; none is left out."""
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     of_estimator = f"adv_estimator={config.algorithm.adv_estimator}"
-    further, known = further_rewards(config), measured_numbers(config)
+    further, known = further_rewards(config.reward), measured_numbers(config)
     if not keys and not is_weighted(given_function(config)):
         yield (
             f"algorithm.{of_estimator} needs several rewards: give them in reward.functions, or name numbers that "
@@ -83,7 +83,7 @@ def _gdpo_problems(config: Config) -> Iterator[str]:
 def _distillation_problems(config: Config) -> Iterator[str]:
     """What would follow rewards that are not trained on."""
     algorithm, estimator = config.algorithm, named_estimator(config.algorithm.adv_estimator)
-    if trains_on_rewards(config):
+    if trains_on_rewards(config.algorithm.distillation):
         return
     found = {
         "filter_groups.enable=False": algorithm.filter_groups.enable,
@@ -128,7 +128,7 @@ def _filter_problems(config: Config) -> Iterator[str]:
             "algorithm.use_kl_in_reward=True rounding decides that of a reward of 0 less its KL divergence: choose "
             "metric=seq_reward, or rule=std"
         )
-    target, rounds, size = config.data.train_batch_size, groups.max_num_gen_batches, gen_batch_size(config)
+    target, rounds, size = config.data.train_batch_size, groups.max_num_gen_batches, gen_batch_size(config.data)
     must_be_full = groups.enable and groups.on_limit == "error" and groups.on_exhausted != "partial"
     if must_be_full and 0 < rounds * size < target:
         yield (

@@ -15,14 +15,14 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.command.interrupts import EXIT_CODE, finish, sentence, undone
-from dapo_jax.command.option_uses import PUT_BACK, put_back, without_switched_off
+from dapo_jax.command.option_uses import put_back, without_switched_off
 from dapo_jax.config.aliases import FROM_MEMORY, former_options
 from dapo_jax.config.files import EXAMPLE, read_config_file
 from dapo_jax.config.recipes import recipe_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, freeze
 from dapo_jax.errors import InputError, did_you_mean, say
-from dapo_jax.monitor.recipe import RECIPE, Recipe
+from dapo_jax.monitor.recipe import Recipe
 from dapo_jax.parallel.endings import is_jax_failure
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.platforms import start_failure
@@ -113,8 +113,8 @@ def processes_of(config: Config) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Config]:
-    """The config of a command, with its processes joined. A failure inside ends the command as `refusals` says.
+def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[tuple[Config, Recipe]]:
+    """The config of a command and its origin, with its processes joined. A failure inside ends it as `refusals` says.
 
     Args:
         arguments: the command line, beginning with the command's name.
@@ -122,20 +122,15 @@ def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Co
             lines for the user about what it changed.
     """
     with refusals(arguments):
-        config, lines, origin = read_options(arguments)
+        config, origin = read_options(arguments)
         if adapt is not None:
             config, more = adapt(config, origin.given)
-            lines += more
+            origin = origin._replace(lines=(*origin.lines, *more))
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         with processes_of(config), refusals(arguments):
-            if lines and (not jax.distributed.is_initialized() or is_first()):
-                _tell(lines)
-            tokens = PUT_BACK.set(lines), RECIPE.set(origin)
-            try:
-                yield config
-            finally:
-                PUT_BACK.reset(tokens[0])
-                RECIPE.reset(tokens[1])
+            if origin.lines and (not jax.distributed.is_initialized() or is_first()):
+                _tell(origin.lines)
+            yield config, origin
 
 
 def read_config(arguments: Sequence[str]) -> Config:
@@ -147,8 +142,8 @@ def read_config(arguments: Sequence[str]) -> Config:
         InputError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
             wrong type.
     """
-    config, lines, _ = read_options(arguments)
-    _tell(lines)
+    config, origin = read_options(arguments)
+    _tell(origin.lines)
     return config
 
 
@@ -157,8 +152,8 @@ def _tell(lines: Sequence[str]) -> None:
         say(f"dapo_jax: {line}", file=sys.stderr)
 
 
-def read_options(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:
-    """The config of `read_config`, a line for each option reset or without effect, and where the options came from."""
+def read_options(arguments: Sequence[str]) -> tuple[Config, Recipe]:
+    """The config of `read_config`, and where it came from, with a line for each option reset or without effect."""
     first = flags.FlagValues()
     flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)
     values = flags.FlagValues()
@@ -183,9 +178,9 @@ def read_options(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Rec
         raise InputError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
     lines = former_options(chosen.value)
     if recipe is None:
-        return config, lines, Recipe(path, sorted(keys), None)
-    origin = Recipe(path, sorted(keys), dataclasses.asdict(recipe))
-    return without_switched_off(recipe, config, keys), (*lines, *put_back(recipe, config, keys)), origin
+        return config, Recipe(path, sorted(keys), None, lines)
+    lines = (*lines, *put_back(recipe, config, keys))
+    return without_switched_off(recipe, config, keys), Recipe(path, sorted(keys), dataclasses.asdict(recipe), lines)
 
 
 def _prefix(found: re.Match[str]) -> str:

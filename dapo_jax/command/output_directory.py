@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dapo_jax.config.places import is_address
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import gather, is_first
-from dapo_jax.places import is_address
 
 
 def new_output(path: str | Path) -> Path:

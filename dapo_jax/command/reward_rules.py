@@ -1,24 +1,27 @@
-"""Host: the rules of a config about reward functions and the numbers that they return, one line per problem."""
+"""Host: the rules of a config about reward functions, their numbers and the judge, one line per problem."""
 
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
+from urllib.parse import urlsplit
 
+from dapo_jax.command.option_uses import verifiers_of
+from dapo_jax.command.tasks import NO_FUNCTIONS, given_function
 from dapo_jax.config.sections import Config
 from dapo_jax.data.experience import OWN_SCORES
 from dapo_jax.errors import InputError
-from dapo_jax.problems import NO_FUNCTIONS, given_function
+from dapo_jax.rewards.judge_prompt import read_template
 from dapo_jax.rewards.response_format import compiled_pattern
-from dapo_jax.rewards.verifiers import OF_SESSION, VERIFIERS, session_problem
-from dapo_jax.rewards.weighted import functions_of, is_weighted, parse_parts
+from dapo_jax.rewards.session import session_problem
+from dapo_jax.rewards.verifiers import VERIFIERS
+from dapo_jax.rewards.weighted import JUDGE, functions_of, is_weighted, parse_parts
+
+_OURS = ("model", "messages", "stream", "n")  # fields of a request to a judge
 
 
-def reward_problems(config: Config, own: Collection[str]) -> Iterator[str]:
-    """What is wrong with reward.function and reward.functions.
-
-    Args:
-        own: names of functions that this Python session has.
-    """
+def reward_problems(config: Config) -> Iterator[str]:
+    """What is wrong with reward.function and reward.functions."""
     given = config.reward.functions
     try:
         parts = () if given == NO_FUNCTIONS else parse_parts(given)
@@ -26,8 +29,8 @@ def reward_problems(config: Config, own: Collection[str]) -> Iterator[str]:
         yield str(error)
         return
     for function in [part.function for part in parts] or [config.reward.function]:
-        if function.startswith(OF_SESSION) and function.removeprefix(OF_SESSION) not in own:
-            yield session_problem(function)
+        if problem := session_problem(function):
+            yield problem
     try:
         compiled_pattern(config.reward.format.pattern)
     except InputError as error:
@@ -81,3 +84,53 @@ def _returned_numbers(config: Config) -> list[str] | None:
             return [*VERIFIERS[function].numbers]
         return ["acc", "score", *(part.name for part in parse_parts(function))]
     return None
+
+
+def judge_problems(config: Config) -> Iterator[str]:
+    """What is wrong with reward.judge, if a reward function asks it."""
+    asked = False
+    with suppress(InputError):  # reward_problems reports it
+        asked = JUDGE in verifiers_of(config)
+    if not asked:
+        return
+    judge = config.reward.judge
+    if not judge.model:
+        yield "reward.judge.model is empty: give the name that the endpoint knows"
+    yield from _address_problems(judge.base_url)
+    yield from _body_problems(judge.extra_body)
+    if judge.max_cost and not judge.price_per_million_input_tokens + judge.price_per_million_output_tokens:
+        yield (
+            f"reward.judge.max_cost={judge.max_cost} needs prices: give reward.judge.price_per_million_input_tokens "
+            "and price_per_million_output_tokens"
+        )
+    try:
+        read_template(judge.template)
+    except InputError as error:
+        yield str(error)
+
+
+def _address_problems(address: str) -> Iterator[str]:
+    rule = "must be the address of an OpenAI-compatible endpoint, such as http://localhost:8000/v1"
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        yield f"reward.judge.base_url {rule}: correct it"
+        return
+    if "@" in parts.netloc or parts.query or parts.fragment:  # they may hold a secret: not in the message
+        yield f"reward.judge.base_url {rule}, without user, password and parameters: use reward.judge.api_key_env"
+    elif not known:
+        yield f"reward.judge.base_url={address!r} {rule}: correct it"
+
+
+def _body_problems(text: str) -> Iterator[str]:
+    rule = f'reward.judge.extra_body={text[:100]!r} must be a JSON object such as {{"top_p": 1}}'
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        yield f"{rule} ({error}): correct it"
+        return
+    if not isinstance(given, dict):
+        yield f"{rule}: correct it"
+    elif taken := sorted({*given} & {*_OURS}):
+        yield f"{rule}, without {', '.join(taken)}, which the run sets: leave it out"

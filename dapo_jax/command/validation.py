@@ -15,31 +15,27 @@ from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.named import ESTIMATOR, LOSS, own_problem, reload
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
 from dapo_jax.command.algorithm_rules import algorithm_problems
-from dapo_jax.command.judge_rules import judge_problems
 from dapo_jax.command.option_uses import LOSS_OPTIONS, unread_problems
-from dapo_jax.command.reward_rules import metric_problems, reward_problems
+from dapo_jax.command.reward_rules import judge_problems, metric_problems, reward_problems
+from dapo_jax.command.tasks import given_function, parse_tasks
 from dapo_jax.config.bounds import bounds_of, one_of
 from dapo_jax.config.derived import (
-    micro_batch_size,
-    mini_batch_size,
     segment_steps,
     trains_on_rewards,
 )
+from dapo_jax.config.own_functions import is_own
+from dapo_jax.config.places import address_problem, is_address
 from dapo_jax.config.sections import Config, EvaluateConfig
 from dapo_jax.config.values import PATHS, number_problems, type_problems
 from dapo_jax.data.columns import Columns, template_parts
 from dapo_jax.dynamic_sampling.group_filter import RULES
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, divisors, nearest
 from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
-from dapo_jax.learner.choices import trained
+from dapo_jax.learner.networks import trained
 from dapo_jax.models.lora import ALL_LINEAR, TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
 from dapo_jax.monitor.records import TRACKERS
-from dapo_jax.own_functions import is_own
-from dapo_jax.parallel.divisors import divisors, nearest
-from dapo_jax.places import address_problem, is_address
-from dapo_jax.problems import given_function, parse_tasks
 
 CHOICES = {  # names of functions; all other choices are declared in config/sections.py
     "model.remat_policy": tuple(name for name in POLICIES if name != "none"),
@@ -61,16 +57,15 @@ BOUNDS = (
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 
 
-def validate(config: Config, *, training: bool = True, own: Collection[str] = ()) -> None:
+def validate(config: Config, *, training: bool = True) -> None:
     """Raises one InputError with every problem of `config` that needs neither a device nor a file to be found.
 
     Args:
         training: also check what only training reads: its data, its batches, lengths, the filter's metric.
-        own: names of reward functions that this Python session has, the NAME of python:NAME.
     """
     reload()
     problems = type_problems(config) or [*filter(None, _own_problems(config))]
-    others = [] if problems else [_problems(config, training, own), unread_problems(config)]  # compute with the values
+    others = [] if problems else [_problems(config, training), unread_problems(config)]  # compute with the values
     for found in (number_problems(config), *others):
         named = {_key(problem) for problem in problems}
         problems += [problem for problem in found if _key(problem) not in named]
@@ -91,7 +86,7 @@ def _key(problem: str) -> str:
     return problem.partition("=")[0]
 
 
-def _problems(config: Config, training: bool, own: Collection[str]) -> Iterator[str]:
+def _problems(config: Config, training: bool) -> Iterator[str]:
     for key, bound in BOUNDS:
         yield from bound.problems(key, attrgetter(key)(config))
     yield from _missing(config, training)
@@ -101,7 +96,7 @@ def _problems(config: Config, training: bool, own: Collection[str]) -> Iterator[
     yield from _decoding_problems(config)
     yield from _segment_problems(config)
     yield from algorithm_problems(config)
-    yield from reward_problems(config, own)
+    yield from reward_problems(config)
     yield from judge_problems(config)
     yield from _evaluation_problems(config)
     yield from _address_problems(config)
@@ -117,12 +112,13 @@ def _missing(config: Config, training: bool) -> Iterator[str]:
     if not config.workdir:
         yield "workdir is empty: name the directory that the run writes to"
     if not config.model.path:
-        yield "model.path is empty: give a Hugging Face directory, OWNER/NAME of the hub, a .gguf file, or 'random'"
+        yield "model.path is empty: give a Hugging Face directory, OWNER/NAME of the hub, or 'random'"
     if task == "reasoning_gym" and not generated:
         yield "data.reasoning_gym.datasets is empty: name data sets of the library reasoning-gym"
     if training and task == "files" and not config.data.train_files:
         yield "data.train_files is empty: give parquet, JSONL or CSV files, or set data.task=arithmetic"
-    if given_function(config) == "none" and not config.reward.model.path and trains_on_rewards(config):
+    unscored = given_function(config) == "none" and not config.reward.model.path
+    if unscored and trains_on_rewards(config.algorithm.distillation):
         yield (
             "reward.function=none needs a reward model or a teacher: give reward.model.path, or "
             "algorithm.distillation.path with use_task_rewards=False"
@@ -151,8 +147,8 @@ def _trainer_problems(config: Config) -> Iterator[str]:
     trainer, algorithm = config.trainer, config.algorithm
     profiled, last = trainer.profile_steps, trainer.total_training_steps
     if any(type(step) is not int or step < 1 or 0 < last < step for step in profiled):
-        of = f"1..{last}" if last > 0 else "1 and more"
-        yield f"trainer.profile_steps={profiled} must be training steps, of {of}: such as (2,3)"
+        bounds = f"from 1 to {last}" if last > 0 else "from 1 on"
+        yield f"trainer.profile_steps={profiled} must be step numbers {bounds}, e.g. (2,3)"
     logger = trainer.logger
     if not {*filterfalse(is_own, logger)} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
         yield f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)} or FILE.py:Class, each once"
@@ -194,7 +190,7 @@ def _segment_problems(config: Config) -> Iterator[str]:
             f"rollout.segment_length={length} trains on groups that earlier steps have begun, which does not go with "
             f"algorithm.filter_groups.{', '.join(wrong)}: set {cure} and adaptive_limit.enable=False there"
         )
-    steps = segment_steps(config)
+    steps = segment_steps(config.data, config.rollout)
     if groups.leftover == "carry" and groups.leftover_max_staleness < steps:
         yield (
             f"algorithm.filter_groups.leftover_max_staleness={groups.leftover_max_staleness} must be at least {steps}: "
@@ -292,8 +288,8 @@ def _address_problem(path: str, *, of_data: bool) -> str | None:
 def _batch_problems(config: Config) -> Iterator[str]:
     """The divisibility rules of prompts, mini-batches and micro-batches."""
     batch, n = config.data.train_batch_size, config.rollout.n
-    for name in trained(config):
-        mini, micro = mini_batch_size(config, name), micro_batch_size(config, name)
+    for name, network in trained(config).items():
+        mini, micro = network.mini_batch_size, network.micro_batch_size
         if min(batch, n, mini, micro) < 1:
             continue
         if batch % mini:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.named import named_estimator
+from dapo_jax.command.tasks import given_function
 from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
-from dapo_jax.problems import given_function
 from dapo_jax.rewards.weighted import functions_of, is_weighted
 
 HARDLY_EVER = {  # losses with bounds of another size: above which they are warned of, and what to set

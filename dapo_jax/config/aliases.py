@@ -1,23 +1,11 @@
 """Host: option names of other trainers and earlier versions, translated to ours."""
 
-from __future__ import annotations
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-import dataclasses
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
-
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, flat, with_values
 from dapo_jax.errors import InputError
-
-if TYPE_CHECKING:  # config/values.py imports this module
-    from dapo_jax.config.sections import (
-        AlgorithmConfig,
-        Config,
-        CustomRewardFunctionConfig,
-        DataConfig,
-        FilterGroupsConfig,
-        RewardConfig,
-    )
-
 
 # What other trainers call an option, with what to write here; {} is the value.
 FROM_MEMORY = {
@@ -45,14 +33,41 @@ FROM_MEMORY = {
 }
 
 
-FORMER = ("rollout.engine",)  # options of earlier versions that no longer have an effect
-
-
 def former_options(config: Any) -> tuple[str, ...]:
     """A line for each option in FORMER that `config`, without its aliases applied, has."""
     engine = config.rollout.engine
     text = f"rollout.engine={engine} has no effect: there is one engine now, which decodes in slots; leave it out"
     return () if engine is None else (text,)
+
+
+F = "algorithm.filter_groups"
+DYNAMIC, ONLINE, LIMIT = "algorithm.use_dynamic_sample", "algorithm.online_filtering", "trainer.max_try_make_batch"
+DEPENDANTS = {  # switch -> the aliases that need it
+    DYNAMIC: ("algorithm.dynamic_sample_max_gen_batches",),
+    ONLINE: ("algorithm.filter_key", "algorithm.filter_low", "algorithm.filter_high", LIMIT),
+}
+SIZES = {"data.rollout_batch_size": "data.train_batch_size", "data.mini_rollout_batch_size": "data.gen_batch_size"}
+FUNCTION = "custom_reward_function.path", "custom_reward_function.name"
+ALIASES = (*DEPENDANTS, *(key for keys in DEPENDANTS.values() for key in keys), *SIZES, *FUNCTION, "rollout.engine")
+DYNAMIC_SETS = {
+    "enable": True,
+    "metric": "seq_reward",
+    "rule": "std",
+    "max_num_gen_batches": 3,
+    "on_limit": "partial",
+    "on_exhausted": "partial",
+    "on_empty": "train_unfiltered",
+    "leftover": "discard",
+}
+ONLINE_SETS = {
+    "enable": True,
+    "metric": "score",
+    "rule": "mean_range",
+    "max_num_gen_batches": 20,
+    "on_limit": "error",
+    "on_exhausted": "next_epoch",
+    "leftover": "discard",
+}
 
 
 def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
@@ -76,130 +91,66 @@ def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
     Raises:
         InputError: an alias lacks the one that it depends on, or contradicts another or the option that it sets.
     """
-    config = _without_dependants(config, chosen)
-    algorithm, limit = config.algorithm, config.trainer.max_try_make_batch
-    if algorithm.use_dynamic_sample and algorithm.online_filtering:
-        raise InputError("algorithm.use_dynamic_sample and algorithm.online_filtering exclude each other: choose one")
-    if not algorithm.use_dynamic_sample and algorithm.dynamic_sample_max_gen_batches is not None:
-        raise InputError("algorithm.dynamic_sample_max_gen_batches needs algorithm.use_dynamic_sample=True")
-    if not algorithm.online_filtering:
-        given = [f"algorithm.{name}" for name in _ONLINE if getattr(algorithm, name) is not None]
-        given += ["trainer.max_try_make_batch"] * (limit is not None)
-        if given:
-            raise InputError(f"{', '.join(given)} need algorithm.online_filtering=True")
-    groups = algorithm.filter_groups
-    if algorithm.use_dynamic_sample:
-        groups = _changed(groups, "use_dynamic_sample=True", _dynamic_sample(algorithm), chosen)
-    elif algorithm.online_filtering:
-        groups = _changed(groups, "online_filtering=True", _online_filtering(algorithm, limit), chosen)
-    elif algorithm.use_dynamic_sample is not None or algorithm.online_filtering is not None:
-        off = "online_filtering=False" if algorithm.use_dynamic_sample is None else "use_dynamic_sample=False"
-        groups = _changed(groups, off, {"enable": False}, chosen)
-    return dataclasses.replace(
-        config,
-        data=_with_sizes(config.data, chosen),
-        reward=_with_function(config.reward, config.custom_reward_function, chosen),
-        custom_reward_function=dataclasses.replace(config.custom_reward_function, path=None, name=None),
-        algorithm=dataclasses.replace(algorithm, filter_groups=groups, **dict.fromkeys(_ALGORITHM)),
-        trainer=dataclasses.replace(config.trainer, max_try_make_batch=None),
-        rollout=dataclasses.replace(config.rollout, engine=None),
-    )
+    values = flat(config)
+    given = {key: value for key in ALIASES if (value := values[key]) is not None}
+    for switch, keys in DEPENDANTS.items():
+        if given.get(switch) is False and switch in chosen:
+            given = {key: value for key, value in given.items() if key not in keys or key in chosen}
+    _check_switches(given)
+    changes: dict[str, Any] = dict.fromkeys(ALIASES)
+    for alias, key, value in _settings(given):
+        found = values[key]
+        if found != value and (key in chosen or found != DEFAULTS[key]):
+            raise InputError(f"{alias} sets {key}={value}, but {found} was given: leave out one of them")
+        changes[key] = value
+    return with_values(config, changes)
 
 
-_ONLINE = ("filter_key", "filter_low", "filter_high")
-_ALGORITHM = ("use_dynamic_sample", "dynamic_sample_max_gen_batches", "online_filtering", *_ONLINE)
+def _check_switches(given: Mapping[str, Any]) -> None:
+    """Raises InputError if both switches are on, or an alias lacks its own."""
+    if given.get(DYNAMIC) and given.get(ONLINE):
+        raise InputError(f"{DYNAMIC} and {ONLINE} exclude each other: choose one")
+    for switch, keys in DEPENDANTS.items():
+        alone = [key for key in keys if key in given]
+        if alone and not given.get(switch):
+            raise InputError(f"{', '.join(alone)} {'needs' if len(keys) == 1 else 'need'} {switch}=True")
 
 
-def _without_dependants(config: Config, chosen: Collection[str]) -> Config:
-    """`config` without the aliases of a switch that `chosen` turns off, unless they are chosen themselves."""
-    algorithm, trainer = config.algorithm, config.trainer
-    if algorithm.use_dynamic_sample is False and "algorithm.use_dynamic_sample" in chosen:
-        if "algorithm.dynamic_sample_max_gen_batches" not in chosen:
-            algorithm = dataclasses.replace(algorithm, dynamic_sample_max_gen_batches=None)
-    if algorithm.online_filtering is False and "algorithm.online_filtering" in chosen:
-        names = [name for name in _ONLINE if f"algorithm.{name}" not in chosen]
-        algorithm = dataclasses.replace(algorithm, **dict.fromkeys(names))
-        if "trainer.max_try_make_batch" not in chosen:
-            trainer = dataclasses.replace(trainer, max_try_make_batch=None)
-    return dataclasses.replace(config, algorithm=algorithm, trainer=trainer)
+def _settings(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """What each alias sets: the alias with its value, the option, the option's value."""
+    switches = [switch for switch in DEPENDANTS if switch in given]
+    switch = next((one for one in switches if given[one]), switches[0] if switches else "")
+    for name, value in _of_filter(switch, given).items():
+        yield f"{switch}={given[switch]}", f"{F}.{name}", value
+    for alias in filter(given.__contains__, SIZES):
+        yield f"{alias}={given[alias]}", SIZES[alias], given[alias]
+    path, name = (given.get(key) for key in FUNCTION)
+    if path:
+        yield f"{FUNCTION[0]}={path}", "reward.function", _function(path, name or "compute_score")
+    elif name:
+        raise InputError(f"{FUNCTION[1]}={name} needs {FUNCTION[0]}: give the Python file that has the function")
 
 
-def _changed(
-    groups: FilterGroupsConfig, alias: str, changes: dict[str, Any], chosen: Collection[str]
-) -> FilterGroupsConfig:
-    """`groups` with what an alias sets, unless that contradicts other options."""
-    for name, value in changes.items():
-        _check_agrees(groups, "algorithm.filter_groups", name, value, f"algorithm.{alias}", chosen)
-    return dataclasses.replace(groups, **changes)
-
-
-def _with_sizes(data: DataConfig, chosen: Collection[str]) -> DataConfig:
-    sizes = {}
-    for name, alias in (("train_batch_size", "rollout_batch_size"), ("gen_batch_size", "mini_rollout_batch_size")):
-        size = getattr(data, alias)
-        if size is not None:
-            _check_agrees(data, "data", name, size, f"data.{alias}={size}", chosen)
-            sizes[name] = size
-    return dataclasses.replace(data, **sizes, rollout_batch_size=None, mini_rollout_batch_size=None)
-
-
-def _with_function(reward: RewardConfig, custom: CustomRewardFunctionConfig, chosen: Collection[str]) -> RewardConfig:
-    if not custom.path:
-        if custom.name:
-            raise InputError(
-                f"custom_reward_function.name={custom.name} needs custom_reward_function.path: give the Python file "
-                "that has the function"
-            )
-        return reward
-    name = custom.name or "compute_score"
-    package = "pkg://"
-    if custom.path.startswith(package):
-        function = f"{custom.path.removeprefix(package).strip('/').replace('/', '.')}.{name}"
-    else:
-        function = f"{custom.path.removeprefix('file://')}:{name}"
-    _check_agrees(reward, "reward", "function", function, f"custom_reward_function.path={custom.path}", chosen)
-    return dataclasses.replace(reward, function=function)
-
-
-def _check_agrees(
-    section: DataConfig | FilterGroupsConfig | RewardConfig,
-    prefix: str,
-    name: str,
-    value: Any,
-    alias: str,
-    chosen: Collection[str],
-) -> None:
-    """Raises InputError if an option has neither the value that `alias` sets nor, unless `chosen`, its default."""
-    found, key = getattr(section, name), f"{prefix}.{name}"
-    if found != value and (key in chosen or found != getattr(type(section)(), name)):
-        raise InputError(f"{alias} sets {key}={value}, but {found} was given: leave out one of them")
-
-
-def _dynamic_sample(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    given = algorithm.dynamic_sample_max_gen_batches
-    limit = 3 if given is None else given
-    return {
-        "enable": True,
-        "metric": "seq_reward",
-        "rule": "std",
+def _of_filter(switch: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a switch sets in algorithm.filter_groups."""
+    if not given.get(switch):
+        return {"enable": False} if switch else {}
+    if switch == DYNAMIC:
+        limit = given.get(DEPENDANTS[DYNAMIC][0], DYNAMIC_SETS["max_num_gen_batches"])
+        sets = {**DYNAMIC_SETS, "max_num_gen_batches": limit}
+        return sets if limit > 0 else {name: value for name, value in sets.items() if name != "on_limit"}
+    key, low, high, limit = (given.get(alias) for alias in DEPENDANTS[ONLINE])
+    named = {
+        "metric": None if key in ("overall", "") else key,
         "max_num_gen_batches": limit,
-        **({"on_limit": "partial"} if limit > 0 else {}),
-        "on_exhausted": "partial",
-        "on_empty": "train_unfiltered",
-        "leftover": "discard",
+        "filter_low": low,
+        "filter_high": high,
     }
+    return ONLINE_SETS | {name: value for name, value in named.items() if value is not None}
 
 
-def _online_filtering(algorithm: AlgorithmConfig, limit: int | None) -> dict[str, Any]:
-    given = {name: getattr(algorithm, name) for name in ("filter_low", "filter_high")}
-    key = algorithm.filter_key or "overall"
-    return {
-        "enable": True,
-        "metric": "score" if key == "overall" else key,
-        "rule": "mean_range",
-        "max_num_gen_batches": 20 if limit is None else limit,
-        "on_limit": "error",
-        "on_exhausted": "next_epoch",
-        "leftover": "discard",
-        **{name: value for name, value in given.items() if value is not None},
-    }
+def _function(path: str, name: str) -> str:
+    """verl's path of a file, or pkg://package/module, with the function's name."""
+    if path.startswith("pkg://"):
+        return f"{path.removeprefix('pkg://').strip('/').replace('/', '.')}.{name}"
+    return f"{path.removeprefix('file://')}:{name}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from dapo_jax.own_functions import is_own
+from dapo_jax.config.own_functions import is_own
 
 Number = TypeVar("Number")
 

@@ -15,10 +15,10 @@ from flax import traverse_util
 from ml_collections import ConfigDict
 
 from dapo_jax import __version__
+from dapo_jax.config.places import is_address, place_of
 from dapo_jax.config.recipes import closest, recipe_file
 from dapo_jax.config.values import default_config
 from dapo_jax.errors import InputError
-from dapo_jax.places import is_address, place_of
 
 EXAMPLE = (
     "give a recipe (`dapo-jax configs` lists them), for example --config tiny, or a config file, for example --config "

@@ -1,7 +1,9 @@
 """Host: every option of a run with its type, bounds, default, unit and meaning.
 
 A config file returns a locked ConfigDict from `default_config()`; `freeze` turns it into the dataclasses below.
-command/validation.py checks the rules that relate several options.
+command/validation.py checks the rules that relate several options. READS says with which settings the options of a
+section are read, if not always (command/option_uses.py): in capitals a condition with a name, else an option with a
+value, or one that is on; "takes" means that the chosen function has the option, or what follows, as a parameter.
 Names are verl's where verl has the option. The defaults are DAPO's (arXiv:2503.14476, section 4.1).
 """
 
@@ -85,6 +87,7 @@ class CurriculumConfig:
     enable: bool = False  # with or without the group filter
     floor: PositiveShare = 0.1  # smallest probability of being sampled
     decay: Share = 0.5  # weight of the past in a row's mixed rate, per group; the rate of a new row is 1
+    READS = {"enable": "floor decay"}
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,15 @@ class DataConfig:
     # Aliases (aliases.py); null = not given.
     rollout_batch_size: int | None = None  # EasyR1's name for train_batch_size
     mini_rollout_batch_size: int | None = None  # EasyR1's name for gen_batch_size
+    READS = {
+        "task=files": "train_files val_files mixture",
+        "FILES": "prompt_key prompt_template answer_key",
+        "task=arithmetic": "arithmetic",
+        "task=reasoning_gym": "reasoning_gym",
+        "filter_overlong_prompts=False": "truncation",
+        "ROUNDS": "gen_batch_size",
+        "ALIAS": "rollout_batch_size mini_rollout_batch_size",
+    }
 
 
 @dataclass(frozen=True)
@@ -136,11 +148,12 @@ class LoraConfig:
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     )
+    READS = {"rank": "alpha target_modules"}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""  # Hugging Face directory, OWNER/NAME of the hub, .gguf file, a workdir, or "random"
+    path: str = ""  # Hugging Face directory, OWNER/NAME of the hub, a workdir, or "random"
     dtype: Dtype = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where it is fast)
     enable_gradient_checkpointing: bool = True  # recompute parts of a layer in the backward pass: less memory
     attention: Attention = "fused"  # training: xla | cudnn, triton (NVIDIA) | splash (TPU) | fused (the best that runs)
@@ -148,6 +161,7 @@ class ModelConfig:
     remat_policy: str = "full"  # kept for the backward pass: full (nothing) | attention | dots | offload (accelerators)
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
+    READS = {"enable_gradient_checkpointing": "remat_policy", "path=random": "random"}
 
 
 @dataclass(frozen=True)
@@ -163,6 +177,7 @@ class RolloutConfig:
     decode_chunk_length: NotNegative[int] = 0  # tokens between two looks at what has ended; 0 = the engine chooses
     segment_length: NotNegative[int] = 0  # partial rollouts: tokens that a response advances per training step; 0 = off
     engine: str | None = None  # of earlier versions, without effect: there is one engine; null = not given
+    READS = {"ALIAS": "engine"}
 
 
 @dataclass(frozen=True)
@@ -173,6 +188,7 @@ class OverlongBufferConfig:
     len: int = 256  # tokens before max_response_length over which the penalty grows
     penalty_factor: NotNegative[float] = 1.0  # penalty of a response of max_response_length tokens
     log: bool = True  # if enabled: log the share of penalised responses, rollout/overlong/mean (verl: False)
+    READS = {"enable": "len penalty_factor log"}
 
 
 @dataclass(frozen=True)
@@ -186,6 +202,10 @@ class LengthRewardConfig:
     wrong_short: float = -1.0  # the same of a wrong response
     wrong_long: float = -0.5  # and of one that is nearly max_response_length tokens long
     at_limit: float = -1.0  # cosine: of a response of max_response_length tokens, right or wrong
+    READS = {
+        "form other than none": "weight",
+        "form=cosine": "right_short right_long wrong_short wrong_long at_limit",
+    }
 
 
 @dataclass(frozen=True)
@@ -227,24 +247,31 @@ class RewardModelConfig:
     function_weight: float = 1.0  # of the verifier's score, see weight
     micro_batch_size_per_device: Positive[int] = 8  # chats per forward pass on one device
     max_length: Positive[int] = 4096  # tokens of prompt and response; a longer chat is cut at its beginning
+    READS = {"path": "weight function_weight micro_batch_size_per_device max_length", "VERIFIED": "function_weight"}
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     function: str = "auto"  # auto (by data_source), a verifier, your function (MODULE.NAME or FILE.py:NAME), or none
-    functions: str = "{}"  # several instead, with weights: {"NAME": {"function": ..., "weight": ...}} (docs/data.md)
+    functions: str = "{}"  # several instead, with weights: {"NAME": {"function": ..., "weight": ...}} (docs/rewards.md)
     num_workers: Annotated[Positive[int], at_most(1024)] = 2  # verifier processes
     timeout_s: Positive[float] = 10.0  # seconds that one sample's verification may take
     memory_limit_mb: ZeroIsNone = 4096  # MiB that a verifier process may write to (Linux); 0 = none
     keep_special_tokens: bool = False  # in the text that verifiers see, end tokens excepted (<think> may be one)
     error_score: float | None = None  # at most, if a response makes it fail; null = verifier's lowest, 0 for your own
-    env: tuple[str, ...] = ()  # secret environment variables that verifier processes get (docs/data.md#rewards)
+    env: tuple[str, ...] = ()  # secret environment variables that verifier processes get (docs/rewards.md)
     max_error_share: PositiveShare = 1.0  # the run ends if more of a step's verifications fail; 1 = if all do
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     length: LengthRewardConfig = field(default_factory=LengthRewardConfig)
     format: FormatConfig = field(default_factory=FormatConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    READS = {
+        "functions={}": "function",
+        "VERIFIED": "error_score max_error_share env",
+        "FORMAT": "format",
+        "JUDGE": "judge",
+    }
 
 
 @dataclass(frozen=True)
@@ -253,6 +280,7 @@ class CustomRewardFunctionConfig:
 
     path: str | None = None  # Python file with the function
     name: str | None = None  # the function; null = compute_score
+    READS = {"ALIAS": "path name"}
 
 
 @dataclass(frozen=True)
@@ -262,6 +290,7 @@ class AdaptiveLimitConfig:
     enable: bool = False  # compute the limit in each step, at most max_num_gen_batches
     slack: NotNegative[float] = 2.0  # rounds more than expected
     min_rounds: Positive[int] = 2  # rounds before the limit is computed; later rounds can lower it
+    READS = {"enable": "slack min_rounds"}
 
 
 @dataclass(frozen=True)
@@ -280,6 +309,7 @@ class SkipUniformConfig:
     enable: bool = False  # skipped prompts are counted
     floor: PositiveShare = 0.2  # smallest probability of being sampled
     decay: PositiveShare = 0.5  # the probability is decay^(uniform groups in a row), but at least floor
+    READS = {"enable": "floor decay"}
 
 
 @dataclass(frozen=True)
@@ -303,6 +333,18 @@ class FilterGroupsConfig:
     backfill: Backfill = "batch"  # batch (rounds of gen_batch_size) | stream (a queue as the keep rate predicts)
     stream: StreamConfig = field(default_factory=StreamConfig)
     skip_uniform: SkipUniformConfig = field(default_factory=SkipUniformConfig)
+    READS = {
+        "enable": "metric rule std_threshold filter_low filter_high keep_singletons max_num_gen_batches "
+        "adaptive_limit on_limit on_empty leftover leftover_max_staleness backfill stream skip_uniform",
+        "rule=std": "std_threshold",
+        "rule=mean_range": "filter_low filter_high",
+        "rollout.n=1": "keep_singletons",
+        "rollout.segment_length=0": "on_limit on_exhausted on_empty",
+        "LIMITED": "on_limit",
+        "PARTIAL": "on_empty",
+        "leftover=carry": "leftover_max_staleness",
+        "backfill=stream": "stream.slack",
+    }
 
 
 @dataclass(frozen=True)
@@ -313,6 +355,7 @@ class KLControllerConfig:
     kl_coef: NotNegative[float] = 0.001  # the coefficient, or the one to start from
     horizon: Positive[float] = 10000.0  # sequences; adaptive only
     target_kl: Positive[float] = 0.1  # nats per token; adaptive only
+    READS = {"type=adaptive": "horizon target_kl"}
 
 
 @dataclass(frozen=True)
@@ -324,6 +367,7 @@ class RolloutCorrectionConfig:
     rollout_is_batch_normalize: bool = False  # divide the weights by their mean
     rollout_rs: tuple[str, ...] = ()  # rejection criteria, all of which must hold, such as token_k1, seq_mean_k3
     rollout_rs_threshold: tuple[str, ...] = ()  # one per criterion: "high" or "low_high"
+    READS = {"rollout_is=token or sequence": "rollout_is_threshold", "NORMALIZED": "rollout_is_batch_normalize"}
 
 
 @dataclass(frozen=True)
@@ -336,6 +380,12 @@ class CPOConfig:
     neg_alpha: float = 0.1  # in groups that are all wrong; for negonly_mi3 in all groups but those that are all right
     mi_alpha: float = 0.1  # in mixed groups; for mi in all groups
     kl_alpha: float = 0.1  # for seq_kl and negonly_seq_kl
+    READS = {
+        "wrap_method=mi_clamp_unify_difficulty or negonly_mi3": "cpo_lambda neg_alpha",
+        "wrap_method=mi_clamp_unify_difficulty": "pos_alpha",
+        "wrap_method=mi or mi_clamp_unify_difficulty": "mi_alpha",
+        "wrap_method=seq_kl or negonly_seq_kl": "kl_alpha",
+    }
 
 
 @dataclass(frozen=True)
@@ -348,6 +398,7 @@ class DistillationConfig:
     form: DistillationForm = "sampled"  # sampled: part of the advantage of each token | top_k: a loss of its own
     top_k: Positive[int] = 32  # top_k: the policy's most likely tokens in each place, which are compared one by one
     temperature: PositiveOrNull[float] = None  # of the teacher's probabilities; null = rollout.temperature
+    READS = {"path": "weight use_task_rewards form temperature", "form=top_k": "top_k"}
 
 
 @dataclass(frozen=True)
@@ -377,6 +428,15 @@ class AlgorithmConfig:
     filter_key: str | None = None  # filter_groups.metric; "overall" is score
     filter_low: float | None = None  # filter_groups.filter_low
     filter_high: float | None = None  # filter_groups.filter_high
+    READS = {
+        "adv_estimator takes": "norm_adv_by_std_in_grpo gamma lam",
+        "adv_estimator takes reward_parts": "gdpo_reward_keys gdpo_reward_weights",
+        "adv_estimator=grpo or dapo": "keep_pos_ratio keep_neg_ratio",
+        "KEPT": "compute_new_adv",
+        "use_kl_in_reward": "kl_penalty kl_ctrl",
+        "adv_estimator takes wrap_method": "cpo",
+        "ALIAS": "use_dynamic_sample dynamic_sample_max_gen_batches online_filtering filter_key filter_low filter_high",
+    }
 
 
 @dataclass(frozen=True)
@@ -393,6 +453,7 @@ class OptimConfig:
     eps: Positive[float] = 1e-8  # added to the root of the second moment
     moments_dtype: MomentsDtype = "float32"  # of the moments: float32 | bfloat16 (half the memory, random rounding)
     offload: bool = False  # keep the moments in host memory between updates (GPUs and TPUs)
+    READS = {"lr_scheduler_type=cosine": "min_lr_ratio"}
 
 
 @dataclass(frozen=True)
@@ -408,6 +469,9 @@ class PolicyLossConfig:
     tau_pos: Positive[float] = 1.0  # sapo: temperature of the gate for positive advantages
     tau_neg: Positive[float] = 1.05  # sapo: and for the others
     dro_beta: Positive[float] = 0.1  # dro: coefficient of the quadratic pull to the old policy (verl: null, an error)
+    READS = {
+        "loss_mode takes": "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef tau_pos tau_neg dro_beta",
+    }
 
 
 @dataclass(frozen=True)
@@ -430,10 +494,18 @@ class ActorConfig:
     use_kl_loss: bool = False  # add the KL divergence to the reference policy to the loss
     kl_loss_coef: float = 0.001  # its coefficient
     kl_loss_type: str = "low_var_kl"  # a name of PENALTIES in dapo_jax/algorithms/kl.py
-    old_logprob: OldLogprob = "auto"  # rollout | recompute | auto (rollout, until the two differ: docs/update.md)
+    old_logprob: OldLogprob = "auto"  # rollout | recompute | auto (rollout, until the two differ: docs/inside.md)
     logprob_chunk_size: Positive[int] = 4096  # tokens per device whose logits are in memory at a time
     grad_clip: Positive[float] = 1.0  # global norm
     optim: OptimConfig = field(default_factory=OptimConfig)
+    READS = {
+        "ppo_max_token_len_per_device=None": "ppo_micro_batch_size_per_device",
+        "use_dynamic_bsz": "ppo_max_token_len_per_device",
+        "policy_loss.loss_mode takes": "clip_ratio_low clip_ratio_high clip_ratio_c",
+        "SCALED": "loss_scale_factor",
+        "SEQUENCES": "count_empty_sequences",
+        "use_kl_loss": "kl_loss_coef kl_loss_type",
+    }
 
 
 @dataclass(frozen=True)
@@ -441,11 +513,12 @@ class ReferenceConfig:
     """The policy that KL divergences refer to; loaded only if one of them is on."""
 
     path: str | None = None  # as model.path, of the same architecture; null = model.path
+    READS = {"REFERENCE": "path"}
 
 
 @dataclass(frozen=True)
 class CriticModelConfig:
-    path: str = ""  # Hugging Face directory or .gguf file of the policy's architecture; empty = the policy's weights
+    path: str = ""  # Hugging Face directory of the policy's architecture; empty = the policy's weights
 
 
 @dataclass(frozen=True)
@@ -465,6 +538,7 @@ class CriticConfig:
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=1e-5, lr_warmup_steps=0, weight_decay=0.01)  # verl's
     )
+    READS = {"actor.ppo_max_token_len_per_device=None": "ppo_micro_batch_size_per_device"}
 
 
 @dataclass(frozen=True)
@@ -492,7 +566,7 @@ class TrainerConfig:
     process_id: ProcessId = -1  # of this process, from 0; -1 = JAX finds it
     heartbeat_timeout_s: Positive[int] = 30  # seconds without a heartbeat after which a process counts as dead
     gpu_memory_fraction: PositiveShare = 0.9  # of each GPU's memory, reserved at the start; JAX's default is 0.75
-    compiler_options: str = "{}"  # XLA options for training passes, on top of docs/update.md's: dict or JSON object
+    compiler_options: str = "{}"  # XLA options for training passes, on top of docs/inside.md's: dict or JSON object
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: ResumeMode = "auto"  # auto (resume from the workdir's newest checkpoint) | disable
     resume_from_path: str = ""  # start from another run's state: WORKDIR, or WORKDIR/checkpoints/STEP
@@ -501,6 +575,15 @@ class TrainerConfig:
     max_nonfinite_steps: Positive[int] = 3  # a run ends after so many steps in a row with a non-finite loss or gradient
     profile_steps: tuple[int, ...] = ()  # training steps that JAX's profiler traces into workdir/profile
     max_try_make_batch: int | None = None  # EasyR1's name for filter_groups.max_num_gen_batches; null = not given
+    READS = {
+        "algorithm.adv_estimator takes values": "critic_warmup",
+        "MEASURED": "test_freq",
+        "BEST": "keep_best_ckpt best_metric_mode",
+        "rollout_ahead=1": "rollout_devices",
+        "rollout_ahead=0": "stop_patience_s",
+        "TRACKED": "project_name experiment_name",
+        "ALIAS": "max_try_make_batch",
+    }
 
 
 @dataclass(frozen=True)
@@ -537,6 +620,11 @@ class MonitorConfig:
     watchdog_minutes: NotNegative[float] = 30.0  # a step of 10 medians and this long logs its stacks; 0 = off
     watchdog_ends: bool = False  # such a step also ends its process, with exit code 1
     detailed_stats: bool = False  # evaluations also log /mean, /max, /min and /std over problems of each metric
+    READS = {
+        "algorithm.filter_groups.enable": "filter_log",
+        "watchdog_minutes": "watchdog_ends",
+        "MEASURED": "alarms.heldout_drop detailed_stats",
+    }
 
 
 @dataclass(frozen=True)
@@ -549,6 +637,7 @@ class EvaluateConfig:
     batch_size: Annotated[int, zero_or_more("all problems at a time")] = 0  # problems sampled at a time; 0 = all
     tasks: str = "{}"  # more task sets: dict or JSON object, name -> options (docs/evaluation.md)
     bootstrap: bool = False  # best@k, worst@k and maj@k by draws with replacement, as verl, not in closed form
+    READS = {"MEASURED": "n temperature top_p top_k max_prompts batch_size bootstrap", "SAMPLED": "top_p top_k"}
 
 
 @dataclass(frozen=True)
@@ -568,3 +657,4 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     seed: NotNegative[int] = 0  # of all random draws: weights, prompt order, sampling
     workdir: str = "runs/dapo"  # directory or gs:// address that the run writes to
+    READS = {"algorithm.adv_estimator takes values": "critic"}

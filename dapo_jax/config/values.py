@@ -11,13 +11,13 @@ from typing import Any, Literal
 from flax import traverse_util
 from ml_collections import config_dict
 
-from dapo_jax.config.aliases import FORMER, resolve_aliases
 from dapo_jax.config.function_names import Section, name_of
+from dapo_jax.config.own_functions import absolute
+from dapo_jax.config.places import without_tilde
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
-from dapo_jax.own_functions import absolute
-from dapo_jax.places import without_tilde
 
+FORMER = ("rollout.engine",)  # options of earlier versions that no longer have an effect
 MAY_BE_INFINITE = (  # limits; infinity switches them off
     *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
     *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
@@ -68,6 +68,8 @@ def freeze(values: Any, chosen: Collection[str] = ()) -> Config:
     Raises:
         InputError: unknown or missing keys, or aliases that contradict each other (aliases.py).
     """
+    from dapo_jax.config.aliases import resolve_aliases  # which imports this module
+
     return resolve_aliases(_freeze(Config, values), chosen)
 
 

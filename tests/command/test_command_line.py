@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from dapo_jax.cli import COMMANDS
 from dapo_jax.command import command_line, interrupts
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.command.help import MOST_USED
@@ -131,8 +132,7 @@ def test_a_config_file_may_be_given_alone():
 def test_help_has_the_options_most_used_with_their_comments(command, help_option, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [command, help_option])
     with contextlib.suppress(SystemExit):
-        module = {"preflight": "preflight.__main__", "train": "training"}.get(command, command)
-        importlib.import_module(f"dapo_jax.{module}").main()
+        importlib.import_module(COMMANDS[command][0]).main()
     said = capsys.readouterr().out
     assert f"python -m dapo_jax.{command} --config" in said and "--debug" in said and "docs/configuration.md" in said
     assert all(f"  --config.{option}=..." in said for option in MOST_USED[command])

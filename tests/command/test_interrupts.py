@@ -115,7 +115,7 @@ def test_another_handler_hears_alone():
 
 
 def test_a_library_and_a_process_in_the_background_keep_their_handlers():
-    importlib.import_module("dapo_jax.training")
+    importlib.import_module("dapo_jax.training.loop")
     assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)  # as the tests are started
     code = """
 import signal; before = signal.getsignal(signal.SIGINT)

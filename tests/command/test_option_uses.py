@@ -1,4 +1,4 @@
-"""Every option is read always, or only with a setting that USES says: one that nothing reads is refused.
+"""Every option is read always, or only with a setting that READS says: one that nothing reads is refused.
 
 Which options have which settings is in messages.yaml.
 """
@@ -16,7 +16,7 @@ from dapo_jax.algorithms.aggregation import MODES, token_weights
 from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.command.option_uses import CPO_READS, USES, put_back, unread, without_switched_off
+from dapo_jax.command.option_uses import CONDITIONS, READS, put_back, unread, without_switched_off
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config, FilterGroupsConfig
 from dapo_jax.config.values import DEFAULTS, with_values
@@ -24,21 +24,25 @@ from dapo_jax.dynamic_sampling.group_filter import RULES, group_statistics, keep
 
 FILTER = "algorithm.filter_groups"
 LOSS = "actor.policy_loss.loss_mode"
-ALIASES = "dapo_jax.config.freeze, which carries out the names of other trainers"
+ALIASES = CONDITIONS["ALIAS"].setting
+SETTINGS: dict[str, list[str]] = {}
+for name, conditions in READS.items():
+    for one in conditions:
+        SETTINGS.setdefault(one.setting, []).append(name)
 
 
-@pytest.mark.parametrize("use", [use for use in USES if use.setting != ALIASES], ids=lambda use: use.setting)
-def test_an_option_is_refused_where_it_is_not_read_and_accepted_where_it_is(use):
-    off, on = off_and_on(use.setting)
-    for key in use.keys:
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != ALIASES])
+def test_an_option_is_refused_where_it_is_not_read_and_accepted_where_it_is(setting):
+    off, on = off_and_on(setting)
+    for key in SETTINGS[setting]:
         value, others = other_value(key), {}
-        for other in USES:
-            if key in other.keys and other is not use:
+        for other in READS[key]:
+            if other.setting != setting:
                 others |= off_and_on(other.setting)[1]
         assert problems({**others, **on, key: value}) == []
         found = problems({**others, **off, key: value})
         default = "null" if DEFAULTS[key] is None else repr(DEFAULTS[key])
-        expected = f"{key}={value!r} is not read without {use.setting}: set that, or leave it at its default, {default}"
+        expected = f"{key}={value!r} is not read without {setting}: set that, or leave it at its default, {default}"
         assert expected in found
         rest = [line for line in found if line != expected]  # of others, which are not read for the same reason
         assert problems({**others, **off, key: DEFAULTS[key]}) == rest
@@ -92,9 +96,11 @@ def test_each_method_of_cpo_reads_what_the_table_says(method):
         )
         return found
 
+    with_method = {"algorithm.adv_estimator": "cpo", "algorithm.cpo.wrap_method": method}
+    read = {name for name in options if not unread(config_with(with_method | {f"algorithm.cpo.{name}": 0.7}))}
     variants = {"": {}, **{name: {name: value / 2} for name, value in options.items()}}
     found = jax.jit(lambda: {name: advantages(**changes) for name, changes in variants.items()})()
-    assert {name for name in options if not np.array_equal(found[""], found[name])} == set(CPO_READS[method])
+    assert {name for name in options if not np.array_equal(found[""], found[name])} == read
 
 
 def test_each_rule_of_the_filter_reads_what_the_table_says():
@@ -140,7 +146,7 @@ def test_each_mean_of_the_loss_reads_what_the_table_says():
 
 
 def test_an_alias_that_was_not_carried_out_is_refused():
-    for key in next(use.keys for use in USES if use.setting == ALIASES):
+    for key in SETTINGS[ALIASES]:
         assert unread(with_values(VALID, {key: 1})) == {key: ALIASES}
     with pytest.raises(ValueError, match="use_dynamic_sample=True is not read without dapo_jax.config.freeze"):
         validate(with_values(VALID, {"algorithm.use_dynamic_sample": True}))

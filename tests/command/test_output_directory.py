@@ -1,8 +1,8 @@
 import pytest
 
-from dapo_jax import evaluate
 from dapo_jax.command import output_directory
 from dapo_jax.command.output_directory import new_output
+from dapo_jax.evaluate import evaluate
 
 
 def write(output, names):

@@ -8,10 +8,10 @@ import dapo_jax
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.config.derived import gen_batch_size, keeps_some, micro_batch_size, mini_batch_size, uses_reference
+from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
 from dapo_jax.config.sections import AlgorithmConfig, Config
 from dapo_jax.config.values import DEFAULTS, default_config, freeze, with_values
-from dapo_jax.learner.choices import uses_critic
+from dapo_jax.learner.networks import trained, uses_critic
 
 PACKAGE = Path(dapo_jax.__file__).parent
 
@@ -57,23 +57,24 @@ def test_a_misspelt_key_is_refused_with_a_suggestion():
 
 
 @pytest.mark.parametrize(
-    ("size", "key"), [(mini_batch_size, "ppo_mini_batch_size"), (micro_batch_size, "ppo_micro_batch_size_per_device")]
+    ("size", "key"),
+    [("mini_batch_size", "ppo_mini_batch_size"), ("micro_batch_size", "ppo_micro_batch_size_per_device")],
 )
 def test_the_critic_has_the_actors_batch_sizes_unless_it_has_its_own(size, key):
-    config = with_values(Config(), {f"actor.{key}": 24})
-    assert [size(config, name) for name in ("actor", "critic")] == [24, 24]
+    config = with_values(Config(), {f"actor.{key}": 24, "algorithm.adv_estimator": "gae"})
+    assert [(name, getattr(one, size)) for name, one in trained(config).items()] == [("actor", 24), ("critic", 24)]
     config = with_values(config, {f"critic.{key}": 12})
-    assert [size(config, name) for name in ("actor", "critic")] == [24, 12]
+    assert [(name, getattr(one, size)) for name, one in trained(config).items()] == [("actor", 24), ("critic", 12)]
 
 
 def test_a_generation_round_has_the_training_batchs_size_unless_it_has_its_own():
-    assert gen_batch_size(Config()) == 512
-    assert gen_batch_size(with_values(Config(), {"data.gen_batch_size": 1536})) == 1536
+    assert gen_batch_size(Config().data) == 512
+    assert gen_batch_size(with_values(Config(), {"data.gen_batch_size": 1536}).data) == 1536
 
 
 def test_only_gae_uses_a_critic():
     configs = {name: with_values(Config(), {"algorithm.adv_estimator": name}) for name in ESTIMATORS}
-    assert [name for name, config in configs.items() if uses_critic(config)] == ["gae"]
+    assert [name for name, config in configs.items() if uses_critic(config.algorithm)] == ["gae"]
 
 
 def test_each_ratio_below_one_keeps_some_samples():
@@ -82,6 +83,7 @@ def test_each_ratio_below_one_keeps_some_samples():
 
 
 def test_each_kl_divergence_alone_uses_the_reference():
-    assert not uses_reference(Config())
+    assert not uses_reference(Config().algorithm, Config().actor)
     for key in ("actor.use_kl_loss", "algorithm.use_kl_in_reward"):
-        assert uses_reference(with_values(Config(), {key: True}))
+        config = with_values(Config(), {key: True})
+        assert uses_reference(config.algorithm, config.actor)

@@ -10,11 +10,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from dapo_jax.command.command_line import read_config
+from dapo_jax.command.tasks import parse_tasks
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import PATHS, default_config, flat, freeze, with_values
 from dapo_jax.errors import InputError
-from dapo_jax.problems import parse_tasks
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.py"
 

@@ -13,7 +13,7 @@ from etils import epath
 from dapo_jax.errors import InputError
 
 CACHE = Path(os.path.expanduser(os.environ.get("DAPO_JAX_CACHE") or "~/.cache/dapo_jax"))  # with ~ if there is no home
-MODEL_FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")  # of a model directory
+MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")  # of a model directory
 
 
 def is_address(path: str) -> bool:
@@ -73,24 +73,20 @@ def copy_of(address: str, kind: str) -> Path:
 
 
 def local_model(path: str) -> Path:
-    """The model directory or file at `path` on this machine. An address is copied, again whenever it changes.
+    """The model directory at `path` on this machine. An address is copied, again whenever it changes.
 
     Raises:
-        InputError: nothing exists at the address.
+        InputError: no directory exists at the address.
         RuntimeError: there is no space for the copy.
     """
     if not is_address(path):
         return expanded(path)
     place = place_of(path)
-    if not place.exists():
-        raise InputError(f"the model path {path} does not exist: give a Hugging Face model directory or a .gguf file")
-    if place.is_dir():
-        folder = copy_of(path, "models")
-        _copy([file for file in place.iterdir() if file.suffix in MODEL_FILES], folder)
-        return folder
-    folder = copy_of(path, "model_files")
-    _copy([place], folder)
-    return folder / place.name
+    if not place.is_dir():
+        raise InputError(f"the model path {path} does not exist: give a Hugging Face model directory")
+    folder = copy_of(path, "models")
+    _copy([file for file in place.iterdir() if file.suffix in MODEL_FILES], folder)
+    return folder
 
 
 def _copy(files: list[epath.Path], folder: Path) -> None:
