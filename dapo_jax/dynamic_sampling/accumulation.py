@@ -1,34 +1,41 @@
-"""Host: sampling until a training step has its groups (DAPO, section 3.2, algorithm 1).
+"""Host: what a training step finds until it has its groups (DAPO, section 3.2, algorithm 1).
 
-A step keeps prompts under way, as many as a plan wants (schedule.py), and takes what ends in prompt order. It accepts
-the first `target` kept groups, whichever finished first: choosing by time would prefer prompts with short answers.
-leftover=requeue starts the next step with the prompt after the last accepted one, so that the newer policy samples
-surplus groups again; then the way prompts were dispatched changes the speed, never the batch. carry keeps surplus
-groups for the next step, discard drops them.
+A step keeps prompts under way, as many as a schedule wants (schedule.py), and takes what ends in prompt order. It
+accepts the first `target` kept groups, whichever finished first: choosing by time would prefer prompts with short
+answers. leftover=requeue starts the next step with the prompt after the last accepted one, so that the newer policy
+samples surplus groups again; then the way prompts were dispatched changes the speed, never the batch. carry keeps
+surplus groups for the next step, discard drops them.
 """
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dapo_jax.config.sections import FilterGroupsConfig
-from dapo_jax.data.experience import Experience, comparable, join, total_failure
+from dapo_jax.data.experience import Experience, comparable, join
 from dapo_jax.data.work import Work
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_round, updated_history, updated_lowest
-from dapo_jax.dynamic_sampling.schedule import Plan, fixed_limit, running_keep_rate
-from dapo_jax.dynamic_sampling.too_few import FILTER, Shortage, groups_despite, uses_dropped
+from dapo_jax.dynamic_sampling.schedule import Schedule, fixed_limit, running_keep_rate
+from dapo_jax.dynamic_sampling.too_few import FILTER, groups_despite, uses_dropped
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
-from dapo_jax.rollout.engine import GivenUp
+from dapo_jax.rewards.verification import total_failure
 
 logger = logging.getLogger(__name__)
 
-StartRound = Callable[[Sequence[int]], Callable[[], Round]]
+
+@dataclass
+class Sampled:
+    """What the devices have sampled for a step, but for the groups that were judged."""
+
+    tokens: int = 0  # drawn, also those of groups that were judged
+    aborted: int = 0  # responses given up when the batch was certain
+    work: Mapping[str, Work] = field(default_factory=dict)  # of sampling what is in no round
+    left: Experience | None = None  # groups with responses that the next step continues
 
 
 @dataclass(frozen=True)
@@ -47,62 +54,25 @@ class Accepted:
     num_requeued: int  # evaluated groups that will be sampled again
     num_discarded: int  # kept groups that are dropped
     state: StreamState  # for the next step
-    generated_tokens: int  # drawn in this step
-    num_aborted: int = 0  # responses given up when the batch was certain
-    other_work: Mapping[str, Work] = field(default_factory=dict)  # of sampling what is in no round
-
-    def with_given_up(self, given_up: GivenUp) -> "Accepted":
-        """The same with what was being sampled when the batch was certain."""
-        tokens = self.generated_tokens + given_up.tokens
-        return replace(self, generated_tokens=tokens, num_aborted=given_up.responses, other_work=given_up.work)
+    sampled: Sampled
 
 
-def accumulate_groups(
-    start_round: StartRound,
-    state: StreamState,
-    prompts: PromptSource,
-    options: FilterGroupsConfig,
-    *,
-    target: int,
-    gen_batch_size: int,
-    step: int,
-    max_error_share: float = 1.0,
-) -> Accepted:
-    """Samples prompts until `target` groups are kept, or until a policy ends the step.
+@dataclass
+class Found:
+    """What a step has begun and found so far.
 
     Args:
-        start_round: samples prompts of these numbers and returns a function that waits for their verdicts.
         target: groups per training step.
         gen_batch_size: prompts per round.
         step: training step, from 1.
         max_error_share: of verifications that may fail, see `total_failure`.
+        segment_steps: training steps that the longest response takes; 0 = responses are sampled whole.
+        show: gets how far the step is.
 
     Raises:
-        RuntimeError: too few groups, and the policy is error: the message counts the groups that were all right and
-            all wrong, and names the ways out. Or too many verifications failed.
+        RuntimeError: by `take` and `accepted`: too many verifications failed. By `accepted`: too few groups, and the
+            policy is error: the message counts the groups that were all right and all wrong, and names the ways out.
     """
-    found = _Found(state, prompts, options, target, gen_batch_size, step, max_error_share)
-    queue: deque[Callable[[], Round]] = deque()
-    while not found.plan.certain(found.kept):
-        while numbers := found.next_prompts():
-            queue.append(start_round(numbers))
-        if not queue:
-            break
-        found.take(queue.popleft()())
-    return found.finish()
-
-
-def expected_prompts(
-    state: StreamState, options: FilterGroupsConfig, *, target: int, gen_batch_size: int, step: int
-) -> int:
-    """Prompts that a step is expected to have under way at once; the arguments are those of `accumulate_groups`."""
-    carried, _ = state.fresh(step, options.leftover_max_staleness)
-    return Plan(options, target, gen_batch_size, len(carried or ()), state.keep_rate).expected_prompts
-
-
-@dataclass
-class _Found:
-    """What a step has begun and found so far; the first fields are the arguments of `accumulate_groups`."""
 
     state: StreamState
     prompts: PromptSource
@@ -110,52 +80,71 @@ class _Found:
     target: int
     gen_batch_size: int
     step: int
-    max_error_share: float
+    max_error_share: float = 1.0
+    segment_steps: int = 0
+    show: Callable[[str], object] = lambda text: None
     rounds: list[Verdicts] = field(default_factory=list)
     kept_groups: list[Experience] = field(default_factory=list)
     dropped_groups: list[Experience] = field(default_factory=list)  # no more than a fall-back can use
-    dispatched: int = 0  # prompts
+    begun: list[int] = field(default_factory=list)  # numbers of prompts
     evaluated: int = 0  # groups
     kept: int = 0  # groups of this step that the filter kept
     logged: int = 0  # of `rounds`
     adapted: float | None = None  # the limit of rounds once it has been adapted
 
     def __post_init__(self) -> None:
-        options, state = self.options, self.state
+        options, state, rows = self.options, self.state, self.prompts.num_rows
         self.carried, self.num_stale = state.fresh(self.step, options.leftover_max_staleness)
-        num_carried = len(self.carried or ())
-        self.plan = Plan(options, self.target, self.gen_batch_size, num_carried, state.keep_rate)
-        self.cursor = state.next_prompt
-        self.epoch_end = math.inf
-        if options.on_exhausted != "next_epoch":
-            self.epoch_end = (state.next_prompt // self.prompts.num_rows + 1) * self.prompts.num_rows
+        sizes = self.target, self.gen_batch_size, len(self.carried or ()), state.keep_rate
+        self.schedule = Schedule(options, *sizes, self.segment_steps)
+        self.cursor, self.epoch_end = state.next_prompt, math.inf
+        if options.on_exhausted != "next_epoch" and not self.segment_steps:
+            self.epoch_end = (state.next_prompt // rows + 1) * rows
+
+    @property
+    def certain(self) -> bool:
+        """Whether nothing under way can change the batch or the next step."""
+        return self.schedule.certain(self.kept)
 
     @property
     def num_rounds(self) -> int:
+        """Rounds' worth of prompts that were judged."""
         return math.ceil(self.evaluated / self.gen_batch_size)
 
     @property
     def limit(self) -> float:
+        """Rounds allowed."""
         return fixed_limit(self.options) if self.adapted is None else self.adapted
 
-    def wanted(self) -> int:
+    @property
+    def exhausted(self) -> bool:
+        """Whether all prompts that the step may sample have begun."""
+        return self.cursor >= self.epoch_end
+
+    def _wanted(self) -> int:
         """Prompts to begin next."""
-        return self.plan.wanted(
-            kept=self.kept, evaluated=self.evaluated, dispatched=self.dispatched, limit=self.limit
-        ) * (self.cursor < self.epoch_end)
+        counts = {"kept": self.kept, "evaluated": self.evaluated, "dispatched": len(self.begun)}
+        return 0 if self.exhausted else self.schedule.wanted(**counts, limit=self.limit)
 
     def next_prompts(self) -> list[int]:
         """The numbers of the prompts to begin now; [] if none are due."""
         history = self.state.history
-        numbers, self.cursor = self.prompts.numbers(history, self.cursor, self.wanted(), self.epoch_end)
-        self.dispatched += len(numbers)
+        numbers, self.cursor = self.prompts.numbers(history, self.cursor, self._wanted(), self.epoch_end)
+        self.begun += numbers
+        if numbers:
+            self._show()
         return numbers
 
-    def take(self, round_: Round) -> None:
-        """Takes the groups that can be trained on out of a round, and of the others only their outcomes."""
+    def take(self, round_: Round, *, under_way: bool) -> None:
+        """Takes the groups that can be trained on out of a round, and of the others only their outcomes.
+
+        Args:
+            under_way: whether others are still being sampled.
+        """
         self.rounds.append(round_.verdicts)
         self.evaluated += len(round_.keep)
         self.kept += int(round_.keep.sum())
+        self._show()
         if self.evaluated >= self.target:  # enough to know, as rounds may have no limit
             self._check_verdicts()
         self.kept_groups.append(round_.experience.select(np.flatnonzero(round_.keep)))
@@ -163,80 +152,79 @@ class _Found:
             room = self.target - sum(map(len, self.dropped_groups))
             usable = ~round_.keep & comparable(round_.experience.known)
             self.dropped_groups.append(round_.experience.select(np.flatnonzero(usable)[:room]))
-        self.adapted = self.plan.adapted_limit(self.adapted, kept=self.kept, evaluated=self.evaluated)
+        self.adapted = self.schedule.adapted_limit(self.adapted, kept=self.kept, evaluated=self.evaluated)
         if self.evaluated % self.gen_batch_size == 0:
-            self._log_round()
-            self._warn_of_many_rounds()
+            continues = self.kept < self.schedule.missing and (under_way or self._wanted() > 0)
+            self._log_round(last=not continues)
+            if continues and self.options.enable:
+                self._warn_of_many_rounds()
+
+    def _show(self) -> None:
+        judging = min(self.evaluated // self.gen_batch_size + 1, -(-len(self.begun) // self.gen_batch_size))
+        kept = min(self.schedule.carried + self.kept, self.target)
+        self.show(f"round {judging}, {kept} of {self.target} groups kept")
 
     def _check_verdicts(self) -> None:
         outcomes = [round_.outcomes for round_ in self.rounds]
         if failure := total_failure(outcomes, f"step {self.step}", self.max_error_share):
             raise SharedFailure(failure)
 
-    def _continues(self) -> bool:
-        """Whether groups are missing, and prompts are under way or may be begun."""
-        return self.kept < self.plan.missing and (self.evaluated < self.dispatched or self.wanted() > 0)
-
-    def _log_round(self) -> None:
+    def _log_round(self, *, last: bool) -> None:
         """Logs what was judged since the last round that was logged, if the filter is on."""
         newest, self.logged = self.rounds[self.logged :], len(self.rounds)
         if self.options.enable and newest:
-            log_round(
-                newest,
-                self.options,
-                step=self.step,
-                round_number=self.num_rounds,
-                num_accumulated=self.plan.carried + self.kept,
-                target=self.target,
-                last=not self._continues(),
-            )
+            about = {"step": self.step, "round_number": self.num_rounds, "target": self.target, "last": last}
+            log_round(newest, self.options, num_accumulated=self.schedule.carried + self.kept, **about)
 
     def _warn_of_many_rounds(self) -> None:
         """Warns once per round, from twice the rounds that earlier steps let expect."""
-        if self.num_rounds < 2 * self.plan.expected_rounds or not (self.options.enable and self._continues()):
-            return
-        limit = f"the limit is {self.limit:.0f}" if math.isfinite(self.limit) else f"{FILTER}.max_num_gen_batches is 0"
-        numbers = self.step, self.plan.carried + self.kept, self.target, self.num_rounds, self.plan.expected_rounds
-        logger.warning("step %d: %d of %d groups are kept after %d rounds, %d were expected; %s", *numbers, limit)
+        expected = self.schedule.expected_rounds
+        if self.num_rounds >= 2 * expected:
+            none = f"{FILTER}.max_num_gen_batches is 0"
+            limit = f"the limit is {self.limit:.0f}" if math.isfinite(self.limit) else none
+            numbers = self.step, self.schedule.carried + self.kept, self.target, self.num_rounds, expected
+            logger.warning("step %d: %d of %d groups are kept after %d rounds, %d were expected; %s", *numbers, limit)
 
-    def finish(self) -> Accepted:
+    def accepted(self, sampled: Sampled) -> Accepted:
         """Chooses the groups to train on, and what becomes of the others."""
-        self._log_round()
-        self._check_verdicts()
+        self._log_round(last=True)
+        if not self.segment_steps:  # of the few groups that may have ended, all may fail by chance
+            self._check_verdicts()
         kept = join([self.carried, *self.kept_groups])
         next_prompt, carried, discarded = self.cursor, None, 0
-        if kept is None or len(kept) < self.target:
-            dropped, exhausted = join(self.dropped_groups), self.cursor >= self.epoch_end
-            found = self.step, self.target, kept, dropped, self.rounds, self.num_rounds, self.limit, exhausted
-            accepted, outcome = groups_despite(Shortage(*found), self.options)
-        else:
-            accepted, outcome = kept.select(np.arange(self.target)), "full"
+        if kept is not None and len(kept) >= self.target:
+            trained, outcome = kept.select(np.arange(self.target)), "full"
             if self.options.enable:
-                filter_log.log_enough(accepted.finished.size)
-            left = {"carry": len(kept), "requeue": self.plan.carried}.get(self.options.leftover, 0)
+                filter_log.log_enough(trained.finished.size)
+            left = {"carry": len(kept), "requeue": self.schedule.carried}.get(self.options.leftover, 0)
             carried = join([kept.select(np.arange(self.target, left))])
             if self.options.leftover == "requeue":
-                next_prompt = max(int(accepted.numbers[-1]) + 1, self.state.next_prompt)
+                next_prompt = max(int(trained.numbers[-1]) + 1, self.state.next_prompt)
             elif self.options.leftover == "discard":
                 discarded = len(kept) - self.target
-        numbers = np.concatenate([round_.outcomes.numbers for round_ in self.rounds] or [np.zeros(0, np.int64)])
+        elif self.segment_steps:
+            trained, outcome = kept, "skipped" if kept is None else "partial"
+            numbers = self.step, len(kept or ()), self.target, len(sampled.left or ())
+            logger.info("step %d: training on %d of %d groups, %d are under way", *numbers)
+        else:
+            trained, outcome = groups_despite(self, kept, join(self.dropped_groups))
         keep = np.concatenate([round_.keep for round_ in self.rounds] or [np.zeros(0, bool)])
         keep_rate = running_keep_rate(self.state.keep_rate, keep, self.options)
         history, lowest = self._history(next_prompt)
         return Accepted(
-            experience=accepted,
+            experience=trained,
             rounds=self.rounds,
             num_rounds=self.num_rounds,
             limit=self.limit,
             outcome=outcome,
             target=self.target,
-            carried_in=self.plan.carried,
+            carried_in=self.schedule.carried,
             num_stale=self.num_stale,
-            num_skipped=next_prompt - self.state.next_prompt - int(np.sum(numbers < next_prompt)),
-            num_requeued=int(np.sum(numbers >= next_prompt)),
+            num_skipped=next_prompt - self.state.next_prompt - sum(number < next_prompt for number in self.begun),
+            num_requeued=sum(int(np.sum(round_.outcomes.numbers >= next_prompt)) for round_ in self.rounds),
             num_discarded=discarded,
-            state=StreamState(next_prompt, keep_rate, history, carried, lowest=lowest),
-            generated_tokens=sum(int(round_.outcomes.lengths.sum()) for round_ in self.rounds),
+            state=StreamState(next_prompt, keep_rate, history, carried, sampled.left, lowest),
+            sampled=sampled,
         )
 
     def _history(self, next_prompt: int) -> tuple[History, dict[str, float]]:

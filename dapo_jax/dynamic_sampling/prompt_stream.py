@@ -8,7 +8,7 @@ import numpy as np
 
 from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
 from dapo_jax.data.experience import Experience
-from dapo_jax.data.order import PromptOrder
+from dapo_jax.data.prompts import PromptOrder
 
 
 @dataclass(frozen=True)

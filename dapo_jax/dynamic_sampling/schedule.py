@@ -25,7 +25,7 @@ def _lower_end(kept: int, evaluated: int) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """What a step samples next; fixed when it begins, but for what it has found so far."""
 
     options: FilterGroupsConfig
@@ -33,6 +33,7 @@ class Plan:
     gen_batch_size: int  # prompts per round
     carried: int  # groups of earlier steps that this one will use
     keep_rate: float  # of earlier steps
+    segment_steps: int = 0  # training steps that the longest response takes; 0 = responses are sampled whole
 
     @property
     def streams(self) -> bool:
@@ -57,6 +58,19 @@ class Plan:
         queued = queued_prompts(self.options.stream.slack * self.missing, keep_rate=self.keep_rate)
         return max(math.ceil(min(queued, fixed_limit(self.options) * self.gen_batch_size)), 1)
 
+    @property
+    def groups_to_begin(self) -> int:
+        """Prompts that a step of partial rollouts begins: what it trains on, and a stock of carried groups.
+
+        The stock is sqrt(target) groups, about one standard deviation of what a step may lack. Groups end up to
+        segment_steps - 1 steps after they are begun, so a step corrects the stock by one part in segment_steps: more
+        would let it swing. The result is in whole quarters of gen_batch_size, so that few sizes are compiled.
+        """
+        correction = (math.sqrt(self.target) - self.carried) / self.segment_steps
+        wanted = (self.target + correction) / max(self.keep_rate, MIN_KEEP_RATE)
+        quarter = max(self.gen_batch_size // 4, 1)
+        return max(round(wanted / quarter), 0) * quarter
+
     def certain(self, kept: int) -> bool:
         """Whether nothing under way can change the batch or the next step; `kept` groups were found."""
         return self.streams and self.options.leftover == "requeue" and kept >= self.missing
@@ -71,12 +85,14 @@ class Plan:
             dispatched: prompts begun in this step.
             limit: rounds allowed.
         """
+        if self.segment_steps:
+            return 0 if dispatched else int(min(self.groups_to_begin, limit * self.gen_batch_size))
         missing, under_way = self.missing - kept, dispatched - evaluated
         if missing <= 0 or dispatched >= limit * self.gen_batch_size:
             return 0
         if not self.streams:
             return 0 if under_way else self.gen_batch_size
-        weight = 0.5 * self.target  # of earlier steps' rate, beside this step's groups
+        weight = 0.5 * self.target  # of earlier steps' rate, against this step's groups
         rate = (self.keep_rate * weight + kept) / (weight + evaluated)
         if queued_prompts(self.options.stream.slack * missing, keep_rate=rate) <= under_way:
             return 0

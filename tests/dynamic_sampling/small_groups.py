@@ -1,12 +1,16 @@
 """Made-up groups, and steps that accumulate them without a model."""
 
+from collections import deque
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from dapo_jax.config.sections import AdaptiveLimitConfig, FilterGroupsConfig, StreamConfig
 from dapo_jax.data.experience import Experience
-from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
+from dapo_jax.dynamic_sampling.accumulation import Accepted, Found, Sampled
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
+from dapo_jax.training.step import accumulate
 
 NUM_ROWS = 50
 
@@ -40,7 +44,7 @@ def round_of(numbers, keep, samples, version=0) -> Round:
 
 
 def options_of(*, target=4, size=4, limit=0, adaptive=None, stream=None, **changes) -> dict:
-    """The options and sizes of `accumulate_groups`.
+    """The options and sizes of `Found`.
 
     Args:
         limit: of rounds, 0 = none.
@@ -62,18 +66,45 @@ def start(first=0, carried=None, keep_rate=0.5) -> StreamState:
     return StreamState(first, keep_rate, History.empty(NUM_ROWS), carried)
 
 
+class MadeUp:
+    """A rollout of rounds that are judged already: each is made when it is waited for."""
+
+    def __init__(self, round_at: Callable[[Sequence[int]], Round]) -> None:
+        self.round_at, self.started, self.sampled = round_at, deque[list[int]](), Sampled()
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self.started)
+
+    def start(self, numbers: Sequence[int]) -> None:
+        self.started.append(list(numbers))
+
+    def wait(self) -> Round:
+        round_ = self.round_at(self.started.popleft())
+        self.sampled.tokens += round_.experience.num_tokens
+        return round_
+
+    def close(self) -> None:
+        pass
+
+
+def accumulated(rollout, state, *, source=None, step=1, **sizes) -> Accepted:
+    """One step of a rollout that needs no judge, by default over NUM_ROWS rows."""
+    source = source or PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
+    return accumulate(rollout, lambda round_: round_, Found(state, source, step=step, **sizes))
+
+
 def run(keep_of, *, first=0, samples=2, state=None, step=1, source=None, **options):
     """One step, and the numbers of each round."""
     calls = []
 
-    def start_round(numbers):
-        calls.append(list(numbers))
-        keep = [keep_of(number) for number in numbers]
-        return lambda: round_of(numbers, keep, samples, version=step - 1)
+    class Recorded(MadeUp):
+        def start(self, numbers):
+            calls.append(list(numbers))
+            super().start(numbers)
 
-    source = source or PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    accepted = accumulate_groups(start_round, state or start(first), source, step=step, **options_of(**options))
-    return accepted, calls
+    rollout = Recorded(lambda numbers: round_of(numbers, list(map(keep_of, numbers)), samples, version=step - 1))
+    return accumulated(rollout, state or start(first), source=source, step=step, **options_of(**options)), calls
 
 
 def numbers_of(accepted) -> list[int]:

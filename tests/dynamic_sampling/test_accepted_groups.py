@@ -14,7 +14,7 @@ from dynamic_sampling.small_groups import NUM_ROWS, run, start
 from dynamic_sampling.test_segments import run as run_segments
 
 from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
-from dapo_jax.data.order import PromptOrder
+from dapo_jax.data.prompts import PromptOrder
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
 
 RECORDED = Path(__file__).parent / "data" / "accepted_groups.json"

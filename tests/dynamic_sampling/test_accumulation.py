@@ -5,17 +5,27 @@ import weakref
 
 import numpy as np
 import pytest
-from dynamic_sampling.small_groups import NUM_ROWS, experience, numbers_of, options_of, round_of, run, start
+from dynamic_sampling.small_groups import (
+    NUM_ROWS,
+    MadeUp,
+    accumulated,
+    experience,
+    numbers_of,
+    options_of,
+    round_of,
+    run,
+    start,
+)
 
 from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
-from dapo_jax.data.experience import concatenate, total_failure
-from dapo_jax.data.order import PromptOrder
+from dapo_jax.data.experience import concatenate
+from dapo_jax.data.prompts import PromptOrder
 from dapo_jax.dynamic_sampling import schedule
-from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
 from dapo_jax.dynamic_sampling.rounds import Round
-from dapo_jax.dynamic_sampling.schedule import Plan, block_size, queued_prompts
-from dapo_jax.step_metrics import sampling_metrics
+from dapo_jax.dynamic_sampling.schedule import Schedule, block_size, queued_prompts
+from dapo_jax.rewards.verification import total_failure
+from dapo_jax.training.metrics import sampling_metrics
 
 
 def kept_counts(counts, size):
@@ -132,7 +142,7 @@ def test_a_queue_that_carries_waits_for_all_that_it_has_begun():
 def test_the_adaptive_limit_of_a_queue_waits_for_as_many_groups_as_that_of_rounds(first):
     options = {"target": 64, "size": 64, "limit": 20, "adaptive": 2.0, "state": start(first, keep_rate=0.3)}
     accepted, _ = run(random_keeps(0.3), stream=1.0, **options)
-    assert accepted.outcome == "full" and accepted.generated_tokens == 4 * sum(len(one.keep) for one in accepted.rounds)
+    assert accepted.outcome == "full" and accepted.sampled.tokens == 4 * sum(len(one.keep) for one in accepted.rounds)
 
 
 def test_a_queue_is_filled_up_as_verdicts_show_more_need():
@@ -235,7 +245,7 @@ def lower_end(kept, evaluated, z=3.09):
 def test_later_rounds_end_no_more_steps_than_the_first_limit_does(target, size, rate):
     """Groups that are kept by chance, at one rate: the limit that falls ends at most 2 of 100 steps more."""
     rng, ended_by_first, ended = np.random.default_rng(0), 0, 0
-    plan = Plan(options_of(adaptive=2.0)["options"], target, size, carried=0, keep_rate=0.5)
+    plan = Schedule(options_of(adaptive=2.0)["options"], target, size, carried=0, keep_rate=0.5)
     for _ in range(300):
         kept, rounds, limits, ends = 0, 0, [], False
         while kept < target and not (limits and rounds >= limits[0]):
@@ -280,17 +290,13 @@ def test_a_step_far_beyond_what_earlier_ones_needed_warns_once_a_round(stream, c
 def test_tokens_of_groups_that_are_not_trained_on_are_freed(changes):
     tokens, alive = [], []
 
-    def start_round(numbers):
-        def finish():
-            round_ = round_of(numbers, [number % 4 == 0 for number in numbers], samples=2)
-            alive.append(sum(reference() is not None for reference in tokens))
-            tokens.append(weakref.ref(round_.experience.responses))
-            return round_
+    def round_at(numbers):
+        round_ = round_of(numbers, [number % 4 == 0 for number in numbers], samples=2)
+        alive.append(sum(reference() is not None for reference in tokens))
+        tokens.append(weakref.ref(round_.experience.responses))
+        return round_
 
-        return finish
-
-    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    accepted = accumulate_groups(start_round, start(), source, step=1, **options_of(size=8, target=8, **changes))
+    accepted = accumulated(MadeUp(round_at), start(), **options_of(size=8, target=8, **changes))
     assert len(accepted.rounds) == 4 and alive == [0] * 4
     assert sum(int(round_.outcomes.lengths.sum()) for round_ in accepted.rounds) == 32 * 2 * 2
 
@@ -442,20 +448,16 @@ def failing(number, *, size=2, failed=True):
 @pytest.mark.parametrize("limit", [0, 1, 10])
 @pytest.mark.parametrize("stream", [None, 1.0])
 def test_a_step_in_which_every_verdict_failed_ends_with_the_commonest_error(limit, stream):
-    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
     judged = []
 
-    def start_round(numbers):
-        def wait():
-            judged.extend(numbers)
-            assert len(judged) <= 4, "as many groups as a batch has are enough to know"
-            return failing(numbers[0], size=len(numbers))
-
-        return wait
+    def round_at(numbers):
+        judged.extend(numbers)
+        assert len(judged) <= 4, "as many groups as a batch has are enough to know"
+        return failing(numbers[0], size=len(numbers))
 
     options = options_of(target=4, size=2, limit=limit, stream=stream, on_limit="partial", on_empty="skip_step")
     with pytest.raises(RuntimeError, match="step 1: .* failed on all [48] responses, most often with KeyError"):
-        accumulate_groups(start_round, start(), source, step=1, **options)
+        accumulated(MadeUp(round_at), start(), **options)
 
 
 @pytest.mark.parametrize(
@@ -476,6 +478,5 @@ def test_a_step_with_too_many_failed_verdicts_ends_with_the_advice_for_what_fail
 
 def test_too_few_groups_for_failed_verdicts_say_so():
     rounds = iter([failing(0), failing(2, failed=False)])
-    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
     with pytest.raises(RuntimeError, match="failed on 4 of 8 responses, most often with KeyError.*Change one"):
-        accumulate_groups(lambda numbers: lambda: next(rounds), start(), source, step=1, **options_of(size=2, limit=2))
+        accumulated(MadeUp(lambda numbers: next(rounds)), start(), **options_of(size=2, limit=2))

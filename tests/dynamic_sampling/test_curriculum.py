@@ -4,18 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from dynamic_sampling.small_groups import NUM_ROWS, experience, numbers_of, run, start
+from dynamic_sampling.small_groups import NUM_ROWS, MadeUp, accumulated, experience, numbers_of, run, start
 from dynamic_sampling.test_segments import run as run_segments
 from small_run import resumed
 
 from dapo_jax.config.sections import CurriculumConfig, FilterGroupsConfig, SkipUniformConfig
-from dapo_jax.data.order import PromptOrder
-from dapo_jax.data.prompts import PromptSet
-from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
+from dapo_jax.data.prompts import PromptOrder, PromptSet
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, curriculum_metrics
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.state import RunState, restored_arrays, saved_arrays
+from dapo_jax.training.state import RunState, restored_arrays, saved_arrays
 
 OFF = SkipUniformConfig(), CurriculumConfig()
 NO_FILTER = FilterGroupsConfig(enable=False)
@@ -85,9 +83,8 @@ def judged_by_accuracy(numbers) -> Round:
 def steps_without_filter(steps, state, first, source):
     found = []
     for step in range(first, first + steps):
-        sizes = {"target": 10, "gen_batch_size": 10, "step": step}
-        start_round = lambda numbers: lambda: judged_by_accuracy(numbers)  # noqa: E731
-        accepted = accumulate_groups(start_round, state, source, NO_FILTER, **sizes)
+        sizes = {"options": NO_FILTER, "target": 10, "gen_batch_size": 10, "step": step}
+        accepted = accumulated(MadeUp(judged_by_accuracy), state, source=source, **sizes)
         state = accepted.state
         found.append(accepted)
     return found

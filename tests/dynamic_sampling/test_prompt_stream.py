@@ -6,10 +6,10 @@ import pytest
 from crash_test import OF_A_RUN
 from small_run import assert_same_policy, rows_without_clock, small_config
 
-from dapo_jax import training as train_module
 from dapo_jax.monitor.filter_log import rule_words
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.training import train
+from dapo_jax.training import loop as train_module
+from dapo_jax.training.loop import train
 
 FILTER = "algorithm.filter_groups"
 BATCHES = ("data/prompts_consumed", "dynamic_sampling/trained_tokens", "critic/score/mean", "actor/pg_loss")
@@ -57,7 +57,9 @@ def test_with_requeue_every_schedule_trains_on_the_same_batches(whole, tmp_path,
 
 def test_carried_groups_survive_a_restart(tmp_path, monkeypatch):
     progress = []
-    monkeypatch.setattr(train_module, "summary", lambda config, tasks, last, *rest: progress.append(last) or [])
+    monkeypatch.setattr(
+        train_module, "summary", lambda workdir, trainer, tasks, last, *rest: progress.append(last) or []
+    )
     carry = {f"{FILTER}.leftover": "carry", "data.gen_batch_size": 16}
     carry |= {"trainer.total_training_steps": 3, "trainer.val_before_train": False}
     whole = train(small_config(tmp_path / "whole", **carry))

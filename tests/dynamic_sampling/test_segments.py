@@ -1,16 +1,20 @@
 """Partial rollouts: which groups a step begins, continues and trains on."""
 
 import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from dynamic_sampling.small_groups import NUM_ROWS, experience, round_of, start
 
 from dapo_jax.config.sections import FilterGroupsConfig
+from dapo_jax.dynamic_sampling.accumulation import Found
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
-from dapo_jax.dynamic_sampling.segments import Advance, accumulate_segments, groups_to_begin
-from dapo_jax.rollout.segments import Segments
-from dapo_jax.step_metrics import sampling_metrics
+from dapo_jax.dynamic_sampling.schedule import Schedule
+from dapo_jax.run.segments import SegmentedRollout, Segments
+from dapo_jax.training.metrics import sampling_metrics
+from dapo_jax.training.step import accumulate
 
 SEGMENTS = Segments(15, 40)  # a response takes up to three steps
 SOURCE = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
@@ -25,54 +29,61 @@ def keeps(number):
     return np.random.default_rng([3, number]).random() < 0.5
 
 
-class Sampled:
+class MadeUpSegments(SegmentedRollout):
     """Groups of two responses, which advance by 15 tokens per step."""
 
-    def __init__(self, step):
-        self.step, self.begun = step, []
+    def __init__(self, step, begun):
+        stage = SimpleNamespace(stage=lambda name: nullcontext())
+        super().__init__(stage, None, None, int, None, step - 1, segments=SEGMENTS, begun=begun)
+        self.numbers = []
 
     def drawn(self, numbers, versions):
-        limits = (self.step - versions) * 15
+        limits = (self.version + 1 - versions) * 15
         lengths = np.array([length_of(number) for number in numbers])
         groups = experience(numbers, np.zeros(lengths.shape))
         mask = np.arange(40) < np.minimum(lengths, limits[:, None])[..., None]
         return dataclasses.replace(groups, mask=mask, finished=lengths <= limits[:, None], versions=versions)
 
-    def begin(self, numbers):
-        self.begun += numbers
-        return self.drawn(np.array(numbers), np.full(len(numbers), self.step - 1))
+    def first_segments(self, numbers):
+        self.numbers += numbers
+        return self.drawn(np.array(numbers), np.full(len(numbers), self.version))
 
-    def go_on(self, groups):
+    def continued(self, groups):
         assert not SEGMENTS.ended(groups).all(axis=1).any(), "a group whose responses have ended is not continued"
         return self.drawn(groups.numbers, groups.versions)
 
-    def judge(self, groups):
-        keep = np.array([keeps(number) for number in groups.numbers])
-        judged = round_of(groups.numbers.tolist(), keep, 2)
-        return dataclasses.replace(
-            judged, experience=dataclasses.replace(judged.experience, mask=groups.mask, versions=groups.versions)
-        )
+    def verified(self, groups):
+        return groups
+
+
+def judged(groups):
+    keep = np.array([keeps(number) for number in groups.numbers])
+    round_ = round_of(groups.numbers.tolist(), keep, 2)
+    whole = dataclasses.replace(round_.experience, mask=groups.mask, versions=groups.versions)
+    return dataclasses.replace(round_, experience=whole)
 
 
 def run(steps, state=None, first=1, source=SOURCE, **changes):
     state, found = state or start(), []
     options = FilterGroupsConfig(**{"leftover": "carry", "leftover_max_staleness": 4, **changes})
     for step in range(first, first + steps):
-        sampled = Sampled(step)
-        advance = Advance(sampled.begin, sampled.go_on, SEGMENTS.ended, sampled.judge)
+        rollout = MadeUpSegments(step, state.begun)
         sizes = {"target": 8, "gen_batch_size": 8, "segment_steps": 3, "step": step}
-        accepted = accumulate_segments(advance, state, source, options, **sizes)
-        found.append((accepted, sampled.begun))
+        accepted = accumulate(rollout, judged, Found(state, source, options, **sizes))
+        found.append((accepted, rollout.numbers))
         state = accepted.state
     return found
 
 
+def groups_to_begin(target, *, carried, keep_rate):
+    return Schedule(FilterGroupsConfig(), target, 8, carried, keep_rate, segment_steps=3).groups_to_begin
+
+
 def test_a_step_begins_what_a_step_trains_on_and_a_third_of_what_the_stock_lacks():
-    begun = {"segment_steps": 3, "gen_batch_size": 8}
-    assert groups_to_begin(16, carried=4, keep_rate=0.5, **begun) == 32  # the stock is 4 groups
-    assert groups_to_begin(16, carried=0, keep_rate=0.5, **begun) == 34  # (16 + 4 / 3) / 0.5, in whole pairs
-    assert groups_to_begin(16, carried=16, keep_rate=0.5, **begun) == 24
-    assert groups_to_begin(16, carried=80, keep_rate=0.5, **begun) == 0
+    assert groups_to_begin(16, carried=4, keep_rate=0.5) == 32  # the stock is 4 groups
+    assert groups_to_begin(16, carried=0, keep_rate=0.5) == 34  # (16 + 4 / 3) / 0.5, in whole pairs
+    assert groups_to_begin(16, carried=16, keep_rate=0.5) == 24
+    assert groups_to_begin(16, carried=80, keep_rate=0.5) == 0
 
 
 def test_every_group_is_judged_once_when_its_last_response_has_ended():

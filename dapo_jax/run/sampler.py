@@ -1,0 +1,229 @@
+"""Host: verified responses to the prompts of a run."""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.data.containers import Rollout
+from dapo_jax.data.experience import Experience, check_score_names
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.dynamic_sampling.accumulation import Sampled
+from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
+from dapo_jax.models.paged_attention import AttendPages, attend_gathered
+from dapo_jax.monitor.timers import Stage
+from dapo_jax.parallel.devices import cuda_generation
+from dapo_jax.parallel.mesh import platform
+from dapo_jax.rewards.verification import Verification
+from dapo_jax.rewards.worker_pool import Verdict
+from dapo_jax.rollout.engine import Engine, Pending
+from dapo_jax.rollout.layout import CHUNK, EngineSettings
+from dapo_jax.rollout.responses import Request
+from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.run.stops import stop_rule
+
+logger = logging.getLogger(__name__)
+
+AMPERE = 8  # the compute capability from which Triton compiles
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples responses: an engine on a mesh, between prompts and verified responses."""
+
+    tokenizer: Tokenizer
+    engine: Engine
+    mesh: Mesh
+    stop: tuple[str, ...]  # a response ends with the first of these strings
+    stage: Stage
+
+    def request(self, weights: Any, num_samples: int, purpose: int, sampling: Sampling, **sizes: Any) -> Request:
+        """A request whose responses end at the stop strings; `sizes` are further fields of it."""
+        stop = stop_rule(self.tokenizer, self.stop) if self.stop else None
+        return Request(weights, num_samples, purpose, sampling, stop=stop, **sizes)
+
+    def sample(
+        self,
+        request: Request,
+        prompts: PromptSet,
+        numbers: Sequence[int],
+        verify: "Verify",
+        row_of: Callable[[int], int] = int,
+    ) -> Experience:
+        """Verified responses to the prompts with these numbers, all of them together; see `GroupRollout`."""
+        lengths = prompts.lengths[[row_of(number) for number in numbers]]
+        request = replace(request, prompt_lengths=lengths, num_prompts=len(numbers))
+        with closing(GroupRollout(self, request, prompts, row_of, verify)) as rollout:
+            rollout.start(numbers)
+            found = rollout.wait()
+        assert found is not None
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What the engine has learnt about lengths and memory, as arrays for a checkpoint."""
+        return self.engine.learnt.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.engine.learnt.restore(state)
+
+
+Verify = Callable[[Sequence[int]], Verification]  # rows of the prompts -> the verdicts on the responses to them
+
+
+@dataclass
+class GroupRollout:
+    """Groups of responses of one policy, in the order in which their prompts are started.
+
+    While some are decoded, responses that have ended are verified.
+    """
+
+    sampler: Sampler
+    request: Request
+    prompts: PromptSet
+    row_of: Callable[[int], int]  # prompt number, the address of its draws -> row of the prompts
+    verify: Verify
+    version: int = 0  # training steps that the policy has seen
+
+    def __post_init__(self) -> None:
+        self.sampled = Sampled()  # complete once the rollout is closed
+        self._started: deque[tuple[Sequence[int], Pending, Verification]] = deque()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is something to wait for."""
+        return bool(self._started)
+
+    def start(self, numbers: Sequence[int]) -> None:
+        """Begins to sample responses to the prompts with these numbers."""
+        rows, tokens = self._prompts(numbers)
+        verification = self.verify(rows)
+        with self.sampler.stage("gen"):
+            pending = self.sampler.engine.submit(tokens, numbers, self.request, on_finished=verification.begin)
+        self._started.append((numbers, pending, verification))
+
+    def wait(self) -> Experience | None:
+        """The groups that were started first, with the verdicts on them."""
+        numbers, pending, verification = self._started[0]
+        with self.sampler.stage("gen"):
+            rollout = pending.wait()
+        with self.sampler.stage("reward"):
+            verdicts = verification.wait()
+        self._started.popleft()
+        self.sampled.tokens += int(rollout.mask.sum())
+        rows, tokens = self._prompts(numbers)
+        return verified_groups(rollout, tokens, rows, numbers, verification.texts, verdicts, self.version)
+
+    def close(self) -> None:
+        """Gives up what has not been waited for."""
+        given_up = self.sampler.engine.give_up()
+        for _, _, verification in self._started:
+            verification.cancel()
+        self.sampled.tokens += given_up.tokens
+        self.sampled.aborted, self.sampled.work = given_up.responses, given_up.work
+
+    def _prompts(self, numbers: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+        """Rows and token ids of the prompts with these numbers."""
+        rows = [self.row_of(number) for number in numbers]
+        return rows, [self.prompts.tokens[row] for row in rows]
+
+
+def verified_groups(
+    rollout: Rollout,
+    prompts: list[list[int]],
+    rows: Sequence[int],
+    numbers: Sequence[int],
+    texts: Sequence[str],
+    verdicts: Sequence[Verdict],
+    versions: np.ndarray | int,
+) -> Experience:
+    """The responses to Q prompts with the verdicts on them.
+
+    Args:
+        prompts: [Q] token ids.
+        texts, verdicts: [Q * G], of the rows of `rollout`.
+        versions: [Q] or one for all: training steps that the policy had seen.
+    """
+    num_samples = len(texts) // len(prompts)
+
+    def grouped(array: Any) -> np.ndarray:
+        return np.asarray(array).reshape(len(prompts), num_samples, *np.shape(array)[1:])
+
+    errors = Counter(verdict.error for verdict in verdicts if verdict.error is not None)
+    return Experience(
+        numbers=np.array(numbers, np.int64),
+        rows=np.array(rows, np.int64),
+        prompts=prompts,
+        responses=grouped(rollout.responses),
+        mask=grouped(rollout.mask),
+        logprobs=grouped(rollout.logprobs),
+        finished=grouped(rollout.finished),
+        texts=by_group(texts, num_samples),
+        scores={name: grouped(values) for name, values in _scores(verdicts).items()},
+        versions=np.array(np.broadcast_to(versions, len(prompts)), np.int64),
+        failed=grouped([verdict.error is not None for verdict in verdicts]),
+        by_policy=None if rollout.by_policy is None else grouped(rollout.by_policy),
+        experts=None if rollout.experts is None else by_group(rollout.experts, num_samples),
+        prompt_experts=rollout.prompt_experts,
+        answers=by_group([verdict.pred for verdict in verdicts], num_samples),
+        error=max(errors, key=lambda error: errors[error], default=""),
+        work=rollout.work,
+    )
+
+
+def unverified_groups(
+    rollout: Rollout,
+    prompts: list[list[int]],
+    rows: Sequence[int],
+    numbers: Sequence[int],
+    texts: Sequence[str],
+    versions: np.ndarray | int,
+) -> Experience:
+    """As `verified_groups`, without verdicts."""
+    return verified_groups(rollout, prompts, rows, numbers, texts, [Verdict({}, None, None)] * len(texts), versions)
+
+
+def by_group(values: Sequence[Any], num_samples: int) -> list[list[Any]]:
+    """Values [Q * G] of responses as Q lists of G."""
+    return [list(values[first : first + num_samples]) for first in range(0, len(values), num_samples)]
+
+
+def _scores(verdicts: Sequence[Verdict]) -> dict[str, np.ndarray]:
+    """The numbers [B] of the verdicts by name, NaN where a verdict has none, and everywhere without a verdict."""
+    names = dict.fromkeys(name for verdict in verdicts for name in verdict.numbers)
+    if any(verdict.error is not None for verdict in verdicts):
+        names |= dict.fromkeys(("score", "acc"))
+    check_score_names(names)
+    return {name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64) for name in names}
+
+
+def build_engine(settings: EngineSettings, check: Callable[[], None] = lambda: None) -> Engine:
+    """The engine for the devices of the mesh; the log says if no kernel attends to pages there."""
+    attend, needed = page_attention(settings)
+    if needed:
+        logger.warning("attention to pages gathers them, which is slow: its kernel needs %s", needed)
+    return Engine(settings, attend, check)
+
+
+def page_attention(settings: EngineSettings) -> tuple[AttendPages | None, str]:
+    """Attention to pages for the devices of the mesh, None on CPUs; what a kernel would need, "" if there is one."""
+    device, size, length = platform(settings.mesh), settings.arch.head_dim, settings.chunk_length or CHUNK
+    if device == "cpu":
+        return None, ""
+    capability = cuda_generation(settings.mesh.devices.flat[0])
+    if capability is not None and capability < AMPERE:
+        return attend_gathered, f"compute capability {AMPERE}.0, not {capability}"
+    if device == "tpu":
+        fits, numbers = size % 64 == 0 and length % 16 == 0, "multiples of 64 and 16"
+        kernel = paged_attention_tpu.attend
+    else:
+        fits = all(number >= 16 and number.bit_count() == 1 for number in (size, length))
+        numbers, kernel = "powers of two from 16 on", paged_attention_gpu.attend
+    needed = f"a head size and a rollout.decode_chunk_length that are {numbers}, not {size} and {length}"
+    return (kernel, "") if fits else (attend_gathered, needed)

@@ -1,0 +1,250 @@
+"""Host: one training step of DAPO (arXiv:2503.14476, algorithm 1), from prompts to new weights.
+
+accumulate   samples and verifies G responses per prompt, until there are enough groups
+judge        shapes the rewards of groups (equation 13), keeps those whose scores differ (equation 11)
+train_on     advantages (equation 9), then mini-batches of the decoupled clip objective (equation 8)
+train_step   an update, with the metrics; with trainer.rollout_ahead the next step's groups are sampled meanwhile
+"""
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.config.derived import gen_batch_size, segment_steps
+from dapo_jax.data.containers import Batch
+from dapo_jax.data.experience import Collected, Experience
+from dapo_jax.dynamic_sampling.accumulation import Accepted, Found
+from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
+from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
+from dapo_jax.learner.batch import make_batch, penalize_kl
+from dapo_jax.learner.learner import update
+from dapo_jax.learner.optimizer import Models
+from dapo_jax.learner.router_replay import saved_fields
+from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices
+from dapo_jax.monitor import filter_log, statistics
+from dapo_jax.monitor.log import log_bytes
+from dapo_jax.monitor.records import RunRecords
+from dapo_jax.monitor.tensorboard import Histograms, histogram
+from dapo_jax.rewards.lowest import lowest_given, with_lowest
+from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.run.parts import Run
+from dapo_jax.run.progress import Progress, advance, is_finite, recomputes
+from dapo_jax.run.sampler import GroupRollout
+from dapo_jax.run.segments import SegmentedRollout, segments_of
+from dapo_jax.run.settings import learning_rates
+from dapo_jax.training.estimator_inputs import NOTHING, estimator_inputs
+from dapo_jax.training.metrics import collect, performance_metrics, step_row
+from dapo_jax.training.state import RunState
+
+logger = logging.getLogger("dapo_jax.train")  # the command's log
+
+KeepBatch = Callable[[int, dict[str, np.ndarray]], None]  # (step, arrays)
+
+
+def sample_batch(
+    run: Run, weights: Any, stream: StreamState, progress: Progress, step: int
+) -> tuple[Collected, StreamState]:
+    """Samples what `step` will train on with decoding `weights`; also returns the stream after it.
+
+    Args:
+        progress: of the policy whose weights they are.
+    """
+    accepted = sample_groups(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
+    sampled = collect(accepted, run.config.data, run.problems.order)
+    if run.config.algorithm.filter_groups.enable and sampled.experience is not None:
+        filter_log.log_step(sampled.metrics)
+    sampled.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()
+    sampled.metrics.update(run.rewards.judge_metrics())
+    return sampled, accepted.state
+
+
+def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, version: int, kl_coef: float) -> Accepted:
+    """Samples prompts until data.train_batch_size groups are accepted (DAPO, section 3.2).
+
+    Args:
+        weights: of the policy, for decoding, on the sampler's mesh.
+        step: training step, from 1.
+        version: training steps that the policy has seen.
+        kl_coef: of the KL divergence in the reward.
+    """
+    config, groups = run.config, run.config.algorithm.filter_groups
+    found = Found(
+        stream,
+        PromptSource.of(run.problems.order, groups.skip_uniform, config.data.curriculum, seed=config.seed),
+        groups,
+        target=config.data.train_batch_size,
+        gen_batch_size=gen_batch_size(config.data),
+        step=step,
+        max_error_share=config.reward.max_error_share,
+        segment_steps=segment_steps(config.data, config.rollout),
+        show=run.monitor.console.detail,
+    )
+    if groups.enable:
+        filter_log.log_start()
+    judged = functools.partial(judge, run, lowest=stream.lowest, kl_coef=kl_coef)
+    with jax.set_mesh(run.sampler.mesh):
+        return accumulate(open_rollout(run, weights, found, version), judged, found)
+
+
+def accumulate(rollout: GroupRollout, judged: Callable[[Experience], Round], found: Found) -> Accepted:
+    """Lines 2 to 7 of the algorithm: samples prompts until enough groups are kept, or until a policy ends the step.
+
+    Raises:
+        RuntimeError: as `Found`.
+    """
+    with closing(rollout):
+        while not found.certain:
+            while numbers := found.next_prompts():  # line 2
+                rollout.start(numbers)  # line 4: samples G responses to each prompt
+            if not rollout.under_way:
+                break
+            groups = rollout.wait()  # line 5: with the verdicts on them
+            if groups is not None:
+                found.take(judged(groups), under_way=rollout.under_way)  # line 6: keeps those whose scores differ
+            del groups  # the others take memory
+    return found.accepted(rollout.sampled)
+
+
+def judge(run: Run, groups: Experience, *, lowest: Mapping[str, float], kl_coef: float) -> Round:
+    """Turns verdicts into rewards (equation 13), and marks the groups to keep (equation 11).
+
+    Args:
+        lowest: of each number that the verifier has given in earlier steps.
+    """
+    given = lowest_given(groups.scores, groups.failed)
+    groups = with_lowest(groups, lowest)
+    groups = run.rewards.shape(groups, run.problems.train_set)  # reward model, soft overlong punishment
+    if run.config.algorithm.use_kl_in_reward:
+        groups = penalize_kl(run.learner, groups, kl_coef)
+    with run.monitor.stage("filter"):
+        round_ = filter_groups(groups, run.config.algorithm.filter_groups, run.sampler.mesh)
+    return dataclasses.replace(round_, lowest=given)
+
+
+def train_on(
+    run: Run,
+    models: Models,
+    experience: Experience | None,
+    progress: Progress,
+    step: int,
+    *,
+    lowest: Mapping[str, float] = NOTHING,
+    keep_batch: KeepBatch = lambda step, arrays: None,
+) -> tuple[Models, Finish]:
+    """Advantages of the accepted groups (equation 9), then all updates on them; without groups, nothing.
+
+    Only starts the updates: the second result waits for them and returns metrics and histograms. A batch whose loss or
+    gradient is not finite goes to `keep_batch`.
+
+    Args:
+        lowest: of each number that the verifier has given.
+    """
+    if experience is None:
+        return models, lambda: ({}, {})
+    recomputed, batching = recomputes(run.config, progress), run.learner.batching
+    further = estimator_inputs(run, experience, models, lowest)  # for some estimators: hints, greedy responses
+    batch, batch_metrics = make_batch(
+        run.learner, experience, models, recompute=recomputed, kl_coef=progress.kl_coef, **further
+    )
+    batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
+    segments, tokens = segments_of(run.config), None
+    if segments is not None:
+        tokens = step - 1 - segments.token_versions(experience)[experience.mask]
+        batch_metrics |= statistics.spread("sample/token_staleness", tokens)
+    batch_metrics |= statistics.balance_metrics(
+        sequence_lengths(batch)[: experience.finished.size],
+        tokens_of_devices(batch, batching.trained["actor"], batching.micro_batches["actor"]),
+    )
+    models, wait = update(run.learner, models, batch, learning_rates(run.config, step))
+
+    known = {"batch": batch, "batch_metrics": batch_metrics, "token_staleness": tokens, "recomputed": recomputed}
+    return models, functools.partial(finished, wait, **known, step=step, keep_batch=keep_batch)
+
+
+def finished(
+    wait: Finish,
+    *,
+    batch: Batch,
+    batch_metrics: Mapping[str, float],
+    token_staleness: np.ndarray | None,
+    recomputed: bool,
+    step: int,
+    keep_batch: KeepBatch,
+) -> tuple[dict[str, float], Histograms]:
+    """Waits for the updates on a batch: their metrics and histograms, with those of the batch."""
+    metrics, histograms = wait()
+    metrics |= batch_metrics  # if recomputed, they compare sampler and training pass
+    if recomputed:  # then the first optimizer step compares the training pass with itself
+        metrics.pop("rollout_corr/first_clipfrac", None)
+    histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
+    if token_staleness is not None:
+        histograms["sample/token_staleness"] = histogram(token_staleness)
+    if not is_finite(metrics):
+        logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
+        keep_batch(step, saved_fields(batch))
+    return metrics, histograms
+
+
+def train_step(
+    run: Run,
+    records: RunRecords,
+    state: RunState,
+    sampled: Collected,
+    stream: StreamState,
+    start: float,
+) -> RunState:
+    """Trains on the groups of `sampled`; with trainer.rollout_ahead the next batch is sampled meanwhile.
+
+    Args:
+        stream: as it is after `sampled`.
+        start: time.perf_counter() when the step began.
+    """
+    config, progress = run.config, state.progress
+    step = progress.step + 1
+    ahead, weights = None, None
+    if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
+        weights = run.learner.networks.decode_weights(state.models.actor.params)  # before the update donates them
+    models, finish = train_on(
+        run, state.models, sampled.experience, progress, step, lowest=stream.lowest, keep_batch=records.write_batch
+    )
+    if weights is not None:  # other devices sample while these train
+        ahead, later = sample_batch(run, weights, stream, progress, step + 1)
+        ahead, stream = (None, stream) if ahead.solved else (ahead, later)  # then the newer policy samples once more
+    found, histograms = finish()
+    found |= run.monitor.slowest_process()
+    progress, further = advance(config, progress, sampled, sampled.metrics | found)
+    seconds, mesh = time.perf_counter() - start, run.learner.mesh
+    performance = performance_metrics(
+        sampled.experience, seconds, arch=run.arch, mesh=mesh, num_devices=run.num_devices
+    )
+    metrics = sampled.metrics | found | further | performance
+    rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
+    row = step_row(sampled, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
+    progress = dataclasses.replace(
+        progress,
+        unrecorded=row,
+        log_bytes=log_bytes(config.workdir),
+        step_seconds=progress.step_seconds + seconds,
+    )
+    return RunState(models, progress, stream, run.sampler.state(), ahead)
+
+
+def open_rollout(run: Run, weights: Any, found: Found, version: int) -> GroupRollout:
+    """What samples and verifies the prompts of a step; with partial rollouts, a segment of each response."""
+    settings, segments = run.config.rollout, segments_of(run.config)
+    prompts, expected = run.problems.train_set, found.schedule.expected_prompts
+    sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
+    sizes = {"prompt_lengths": prompts.lengths, "num_prompts": expected}
+    request = run.sampler.request(weights, settings.n, TRAIN, sampling, **sizes)
+    verify = functools.partial(run.rewards.verify, prompts, num_samples=settings.n)
+    parts = run.sampler, request, prompts, run.problems.order.row, verify, version
+    if segments is None:
+        return GroupRollout(*parts)
+    return SegmentedRollout(*parts, segments=segments, begun=found.state.begun)
