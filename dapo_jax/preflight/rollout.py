@@ -8,13 +8,15 @@ import jax
 import numpy as np
 
 from dapo_jax.data.work import Work, total_work
+from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import Params
-from dapo_jax.rollout.engine import page_attention
-from dapo_jax.rollout.layout import EngineSettings, cache_dtype, choose_layout
+from dapo_jax.rollout.layout import EngineSettings, Layout, cache_dtype, choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
-from dapo_jax.rollout.work import Counted, walk_lengths
+from dapo_jax.rollout.queue import Counting, Queue, needed_work
+from dapo_jax.rollout.shards import ALIVE, ENDED
+from dapo_jax.run.sampler import page_attention
 
 CONTINUED = "continued"  # begins the names of what continues responses
 
@@ -50,6 +52,7 @@ def plan_round(
     response_lengths: np.ndarray,
     prompt_lengths: np.ndarray,
     free_bytes: float,
+    limits: bool = True,
 ) -> RoundPlan:
     """The round of an engine that has sampled such responses before, with responses and prompts of these lengths.
 
@@ -62,10 +65,11 @@ def plan_round(
         response_lengths: [Q, G] tokens, at most max_response_length.
         prompt_lengths: [Q] tokens, at most max_prompt_length.
         free_bytes: on each device, before the first call.
+        limits: `Sampling.limits` of the draws.
     """
 
     def planned(responses: np.ndarray, prompts: np.ndarray) -> RoundPlan:
-        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None)
+        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None, limits)
 
     if not segment_length:
         return planned(response_lengths, prompt_lengths)
@@ -94,6 +98,7 @@ def _plan(
     prompts: np.ndarray,
     free_bytes: float,
     max_tokens: int | None,
+    limits: bool,
 ) -> RoundPlan:
     history = LengthHistory(settings.max_response_length)
     history.add(responses.reshape(-1))
@@ -111,7 +116,7 @@ def _plan(
         lookahead=settings.lookahead,
         gathers=attend is attend_gathered,
     )
-    calls = Calls(settings, weights, layout, attend)
+    calls = Calls(settings, weights, layout, attend, limits=attend is None or limits)
     sizes = {"slots": layout.slots * layout.shards}
     if layout.stretches:
         sizes["slot_tokens"] = layout.page_length + layout.stretches[-1]
@@ -120,7 +125,7 @@ def _plan(
     return RoundPlan(list(_programs(calls, counted)), sizes["slots"], sizes, work)
 
 
-def _programs(calls: Calls, counted: Counted) -> Iterator[RoundProgram]:
+def _programs(calls: Calls, counted: Counting) -> Iterator[RoundProgram]:
     layout, cache = calls.layout, calls.held().cache
     room = f"{layout.slots} slots" if layout.stretches else f"{layout.slots} slots and {layout.pages} pages"
     yield RoundProgram("prefill", f"room for {room} a shard", 1, calls.lower_empty, cache, reads_weights=False)
@@ -139,3 +144,45 @@ def _programs(calls: Calls, counted: Counted) -> Iterator[RoundProgram]:
         yield RoundProgram(
             "decode", f"decode {name}", chunks, lambda shape=shape: calls.lower_decode(shape), held, pairs=pairs
         )
+
+
+class KnownLengths:
+    """Responses that end after a known number of tokens, [B]; `queue.Outcome`."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths, self.seen = lengths, np.zeros(len(lengths), np.int64)
+
+    def add(self, chunk: int, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Takes a chunk of so many tokens."""
+        real = rows >= 0
+        self.seen[rows[real]] = np.maximum(self.seen[rows[real]], starts[real] + chunk)
+
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """As `queue.Outcome`."""
+        return np.where((rows >= 0) & (self.seen < self.lengths)[rows], ALIVE, ENDED)
+
+
+def walk_lengths(
+    arch: Architecture,
+    layout: Layout,
+    response_lengths: np.ndarray,
+    prompt_lengths: np.ndarray,
+    *,
+    limit: int,
+    lookahead: int,
+    gathers: bool = False,
+) -> tuple[Counting, dict[str, Work]]:
+    """What an engine does whose responses turn out to have these lengths, and its work by stage.
+
+    Args:
+        response_lengths: [Q, G] tokens, from 1 to limit.
+        prompt_lengths: [Q] tokens.
+        limit: max_response_length.
+        gathers: of `Counting`.
+    """
+    queue, devices = Queue(layout, lookahead=lookahead), Counting(arch, layout, gathers=gathers)
+    queue.add(prompt_lengths, np.full(response_lengths.size, limit))
+    outcome = KnownLengths(response_lengths.reshape(-1))
+    while queue.step(devices, outcome):
+        pass
+    return devices, devices.take_work(needed_work(arch, prompt_lengths, response_lengths))

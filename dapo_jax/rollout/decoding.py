@@ -130,7 +130,7 @@ def prefill(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices"), donate_argnames=("held",)
+    jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices", "limits"), donate_argnames=("held",)
 )
 def decode(
     params: Params,
@@ -145,11 +145,13 @@ def decode(
     eos_ids: tuple[int, ...],
     pad_id: int,
     choices: Choices | None = None,
+    limits: bool = True,
 ) -> tuple[Held, Chunk]:
     """Draws `num_tokens` for each of the plan's slots; finished rows draw padding.
 
     Args:
         seed, purpose, choices: as in `prefill`.
+        limits: as in `sample`.
     """
     idle, begins = plan.numbers < 0, plan.sources < 0
     keys = keys_of(seed, purpose, plan.numbers, plan.samples)
@@ -163,7 +165,7 @@ def decode(
         places = plan.prompt_lengths - 1 + plan.sampled + index
         hidden, layers, experts = transformer.decode(attend, params, tokens, places, layers, arch)
         logits = block_logits(params, hidden, arch)
-        drawn, logprobs = sample(logits, keys, plan.begun + plan.sampled + index, sampling, eos_ids)
+        drawn, logprobs = sample(logits, keys, plan.begun + plan.sampled + index, sampling, eos_ids, limits=limits)
         ended = jnp.isin(drawn, jnp.array(eos_ids, jnp.int32))
         if plan.given is not None:
             given = plan.given[:, index]

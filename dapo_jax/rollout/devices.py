@@ -8,45 +8,32 @@ import numpy as np
 
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.paged_attention import attend_gathered
+from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put
-from dapo_jax.rollout.decoding import Chunk, FirstDraws, Plan, prefill
+from dapo_jax.rollout.decoding import Chunk, FirstDraws, Plan
 from dapo_jax.rollout.layout import PrefillSize, Shape
-from dapo_jax.rollout.programs import Calls, Programs
-from dapo_jax.rollout.queue import Opened, Turn
-from dapo_jax.rollout.responses import JoinedResponses
-from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.programs import Calls
+from dapo_jax.rollout.queue import Counting, Opened, Turn
+from dapo_jax.rollout.responses import JoinedResponses, Request
+from dapo_jax.rollout.sampling import TRAIN
 from dapo_jax.rollout.stretches import begun, resized
-from dapo_jax.rollout.work import Counted
 
 
-class QueueDevices:
-    """The slots, and the keys and values of their rows; `queue.Devices`.
+class QueueDevices(Counting):
+    """The slots, and the keys and values of their rows."""
 
-    Args:
-        params: decoding weights.
-        purpose: of the draws (sampling.py).
-    """
-
-    def __init__(
-        self,
-        calls: Calls,
-        programs: Programs,
-        params: Any,
-        *,
-        sampling: Sampling,
-        purpose: int,
-        responses: JoinedResponses,
-    ) -> None:
-        self.calls, self.programs, self.params, self.sampling, self.purpose = calls, programs, params, sampling, purpose
-        self.settings, self.layout, self.responses = calls.settings, calls.layout, responses
-        self.counted = Counted(self.settings.arch, self.layout, gathers=calls.attend is attend_gathered)
+    def __init__(self, calls: Calls, programs: Programs, request: Request, responses: JoinedResponses) -> None:
+        super().__init__(calls.settings.arch, calls.layout, gathers=calls.attend is attend_gathered)
+        self.calls, self.programs, self.request, self.responses = calls, programs, request, responses
+        self.pad_id = calls.settings.pad_id
+        self.address = np.int32(calls.settings.seed), np.int32(request.purpose)  # the first parts of those of all draws
         self.held: Any = None  # while there are prompts
         self.shape = self.layout.first_shape
         self.prompts: list[Sequence[int]] = []
         # Of each row: tokens and last token of its prompt, number, sample, tokens begun. Row -1, the last, is no row.
-        self.rows = np.array([[1], [self.settings.pad_id], [-1], [0], [0]], np.int32)
+        self.rows = np.array([[1], [self.pad_id], [-1], [0], [0]], np.int32)
         # Calls of prefill whose prompts' experts are to be recorded: prompts, their places in the call, experts.
-        self.prefilled: list[tuple[np.ndarray, np.ndarray, jax.Array]] = []
+        self.unread: list[tuple[np.ndarray, np.ndarray, jax.Array]] = []
         for shape in [self.shape] if self.layout.stretches else [Shape(slots) for slots in self.layout.ladder]:
             programs.prepare(*self._program(shape))
 
@@ -61,47 +48,34 @@ class QueueDevices:
         self.rows = np.concatenate([self.rows[:, :-1], new.astype(np.int32), self.rows[:, -1:]], axis=1)
         self.prompts.extend(prompts)
 
-    def free(self) -> None:
-        """Frees the memory of what is held, of which nothing is needed."""
-        self.held = None
-
     def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> tuple[Chunk, np.ndarray] | None:
-        """As `queue.Devices`: prompts without their last token, unless its rows' first token is drawn."""
+        """As `Counting`: prompts without their last token, unless its rows' first token is drawn."""
+        super().prefill(size, opened)
         layout, count = self.layout, self.layout.shards * size.at_once
-        prompts: list[Sequence[int]] = [[self.settings.pad_id]] * count
+        prompts: list[Sequence[int]] = [[self.pad_id]] * count
         used, at = [0] * layout.shards, []
         for one in opened:
             at.append(one.shard * size.at_once + used[one.shard])
             used[one.shard] += 1
             prompts[at[-1]] = self.prompts[one.prompt][: self._fed(one.prompt)]
-        self.counted.add_prefill(size)
-        tokens, mask = pad_prompts(prompts, size.width, self.settings.pad_id)
         rows, first = np.full((count, layout.num_samples), -1), None
         for place, one in zip(at, opened, strict=True):
             rows[place] = layout.rows(one.prompt)
         rows = rows.reshape(-1)
         if layout.prefilled:
-            first = FirstDraws(*map(self._put, self.rows[2:, rows]))
-        self.held, chunk, experts = prefill(
-            self.params,
-            self.held,
-            self._put(tokens),
-            self._put(mask),
-            self._places(size, opened, at),
-            first,
-            self.sampling,
-            *self._address(),
-            arch=self.settings.arch,
-            eos_ids=self.settings.eos_ids,
-            choices=self.settings.choices,
+            first = FirstDraws(*self.rows[2:, rows])
+        padded = pad_prompts(prompts, size.width, self.pad_id)
+        given = self._put((*padded, self._places(size, opened, at), first))
+        self.held, chunk, experts = self.calls.prefill(
+            self.request.params, self.held, *given, self.request.sampling, *self.address
         )
-        if experts is not None and self.purpose == TRAIN:
-            self.prefilled.append((np.array([one.prompt for one in opened]), np.array(at), experts))
+        if experts is not None and self.request.purpose == TRAIN:
+            self.unread.append((np.array([one.prompt for one in opened]), np.array(at), experts))
         return None if chunk is None else (chunk, rows)
 
     def decode(self, turn: Turn) -> Chunk:
-        """As `queue.Devices`."""
-        self.counted.add_chunk(turn)
+        """As `Counting`."""
+        super().decode(turn)
         prompt_lengths, last_tokens, numbers, samples, started = self.rows[:, turn.rows]
         begins, sources = (turn.rows >= 0) & (turn.sources < 0), turn.sources
         for slot in np.flatnonzero(begins & (turn.sampled > 0)).tolist():
@@ -119,11 +93,12 @@ class QueueDevices:
             table=turn.table,
             destinations=turn.destinations,
             windows=turn.windows,
-            given=self._given(turn) if self.calls.returns else None,
+            given=self._given(turn) if self.layout.returns else None,
         )
         program = self.programs.get(*self._program(turn.shape))
-        plan = jax.tree.map(self._put, plan)
-        self.held, chunk = program(self.params, self.held, plan, self.sampling, *self._address())
+        self.held, chunk = program(
+            self.request.params, self.held, self._put(plan), self.request.sampling, *self.address
+        )
         self._record_prompts()
         return chunk
 
@@ -154,26 +129,23 @@ class QueueDevices:
             pages[place, most - len(one.pages) :] = one.pages
             window_pages[place, window_pages.shape[1] - len(one.window_pages) :] = one.window_pages
         if layout.stretches:
-            return self._put(pages[:, 0])
-        return self._put(pages), self._put(window_pages) if layout.reach else None
+            return pages[:, 0]
+        return pages, window_pages if layout.reach else None
 
     def _record_prompts(self) -> None:
         """Reads the experts of prompts that were prefilled, while the devices decode."""
-        for prompts, places, experts in self.prefilled:
+        for prompts, places, experts in self.unread:
             fed = np.array([self._fed(prompt) for prompt in prompts])
             self.responses.add_prompts(prompts, fed, fetch(experts)[places])
-        self.prefilled = []
+        self.unread = []
 
     def _fed(self, prompt: int) -> int:
         """Tokens of a prompt that prefill reads."""
         return len(self.prompts[prompt]) - 1 + self.layout.prefilled
 
-    def _put(self, rows: np.ndarray) -> jax.Array:
-        return put(rows, batch_sharding(self.settings.mesh))
-
-    def _address(self) -> tuple[np.int32, np.int32]:
-        """The first parts of the addresses of all draws."""
-        return np.int32(self.settings.seed), np.int32(self.purpose)
+    def _put(self, arrays: Any) -> Any:
+        """Arrays of what rows have, on the shards of the batch."""
+        return put(arrays, batch_sharding(self.calls.settings.mesh))
 
     def _program(self, shape: Shape) -> tuple[Any, Any]:
-        return (self.layout, self.calls.returns, shape), lambda: self.calls.lower_decode(shape)
+        return (self.layout, self.calls.limits, shape), lambda: self.calls.lower_decode(shape)

@@ -6,10 +6,9 @@ devices and what ends first change the speed alone. queue.py decides what has wh
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,47 +16,16 @@ import numpy as np
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import bucket
 from dapo_jax.data.work import Work
-from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
-from dapo_jax.models.paged_attention import AttendPages, attend_gathered
-from dapo_jax.models.transformer import Params
-from dapo_jax.parallel.devices import cuda_generation
-from dapo_jax.parallel.mesh import platform
+from dapo_jax.models.paged_attention import AttendPages
+from dapo_jax.parallel.compilation import Programs
 from dapo_jax.rollout.devices import QueueDevices
 from dapo_jax.rollout.expert_records import ExpertRecords
-from dapo_jax.rollout.layout import CHUNK, EngineSettings, Layout, cache_dtype, choose_layout
+from dapo_jax.rollout.layout import EngineSettings, Layout, cache_dtype, choose_layout
 from dapo_jax.rollout.lengths import LearntSizes
-from dapo_jax.rollout.programs import Calls, Programs
-from dapo_jax.rollout.queue import Queue
-from dapo_jax.rollout.responses import JoinedResponses, OnFinished, Responses, StopRule, Waits
-from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.work import needed_work, work_of
-
-logger = logging.getLogger(__name__)
-
-AMPERE = 8  # the compute capability from which Triton compiles
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """How prompts are sampled. Those of one request share a queue, whose sizes follow from the last fields."""
-
-    params: Params  # decoding weights (learner/decode_weights.py), with the same shapes and dtypes in all requests
-    num_samples: int  # responses to each prompt
-    purpose: int  # training, evaluation, ... (sampling.py)
-    sampling: Sampling
-    prompt_lengths: np.ndarray  # [N] tokens of prompts like those that will be submitted, of which none is longer
-    num_prompts: int  # that will be submitted, about
-    max_tokens: int | None = None  # most to draw for a response; None = max_response_length
-    stop: StopRule | None = None  # ends a response at a stop string
-    waits: Waits | None = None  # whether a response that has ended waits for tokens of an environment; None = none does
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Responses to continue, one to each of Q prompts."""
-
-    samples: np.ndarray  # [Q], which sample of its prompt each is: with the prompt's number the address of its draws
-    responses: Rollout  # Q rows: the tokens drawn so far, and their log-probabilities
+from dapo_jax.rollout.programs import Calls, shaped
+from dapo_jax.rollout.queue import Queue, needed_work
+from dapo_jax.rollout.responses import Begun, JoinedResponses, OnFinished, Request, Responses
+from dapo_jax.rollout.sampling import TRAIN
 
 
 @dataclass(frozen=True)
@@ -67,6 +35,15 @@ class GivenUp:
     responses: int = 0  # with a token at least
     tokens: int = 0
     work: Mapping[str, Work] = field(default_factory=dict)  # computed for them, by stage; none of it was needed
+
+
+class _Open(NamedTuple):
+    """What works off the queue of a request."""
+
+    request: Request
+    queue: Queue
+    devices: QueueDevices
+    responses: JoinedResponses
 
 
 class Engine:
@@ -83,7 +60,6 @@ class Engine:
         self.settings, self.attend, self.check = settings, attend, check
         self.programs = Programs(settings.mesh)
         self.learnt = LearntSizes(settings.max_response_length, settings.mesh)
-        self._param_shapes: Params | None = None
         self._open: _Open | None = None
 
     def submit(
@@ -106,155 +82,102 @@ class Engine:
             limits: [Q * num_samples] most tokens of each response, with those begun; None = max_response_length.
             on_finished: called with responses as they end, while others are still being decoded.
         """
-        if self._open is None or self._open.request is not request:
-            assert self._open is None or not self._open.responses.parts, "an earlier request is under way: give it up"
-            self._open = _Open(self, request)
+        opened = self._opened(request)
         settings, samples = self.settings, np.tile(np.arange(request.num_samples), len(prompts))
-        longest = settings.max_response_length
+        longest, known = np.full(len(samples), settings.max_response_length), None
         responses = Responses(
-            np.full(len(samples), longest) if limits is None else np.minimum(limits, longest),
-            max_length=longest,
-            eos_ids=settings.eos_ids,
-            pad_id=settings.pad_id,
-            begun=None if begun is None else begun.responses,
+            longest if limits is None else np.minimum(limits, longest),
+            settings,
             stop=request.stop,
             waits=request.waits,
+            begun=None if begun is None else begun.responses,
             on_finished=on_finished,
         )
-        if settings.choices is not None and request.purpose == TRAIN:
-            known = None if begun is None else begun.responses.experts
-            lengths = [len(prompt) for prompt in prompts]
-            responses.records = ExpertRecords(settings.choices, lengths, responses.begun, known)
+        lengths = [len(prompt) for prompt in prompts]
         if begun is not None:
             assert request.num_samples == 1
-            samples = begun.samples
-            prompts = [[*prompt, *response] for prompt, response in zip(prompts, responses.begun_tokens(), strict=True)]
+            samples, known = begun.samples, begun.responses.experts
+            continued = zip(prompts, responses.tokens, responses.begun, strict=True)
+            prompts = [[*prompt, *tokens[:count].tolist()] for prompt, tokens, count in continued]
+        if settings.choices is not None and request.purpose == TRAIN:
+            responses.records = ExpertRecords(settings.choices, lengths, responses.begun, known)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        first_row = opened.queue.add(lengths, responses.room())
+        opened.responses.parts[first_row] = responses
         rows = np.repeat(np.asarray(numbers, np.int64), request.num_samples)
-        return self._open.add(prompts, rows, samples, responses)
-
-    def step(self) -> bool:
-        """Dispatches a chunk and takes the result of an earlier one; False if no response goes on."""
-        return self._open is not None and self._open.step()
-
-    def give_up(self) -> GivenUp:
-        """Gives up all that has not been waited for."""
-        opened, self._open = self._open, None
-        return GivenUp() if opened is None else opened.give_up()
+        opened.devices.add(prompts, rows, samples, responses.begun)
+        return Pending(self, opened, first_row, lengths)
 
     def generate(
         self,
-        params: Params,
         prompts: Sequence[Sequence[int]],
         numbers: Sequence[int],
+        request: Request,
         *,
-        num_samples: int,
-        purpose: int,
-        sampling: Sampling,
-        stop: StopRule | None = None,
         begun: Begun | None = None,
         limits: np.ndarray | None = None,
         on_finished: OnFinished | None = None,
     ) -> Rollout:
-        """A request whose prompts are all known. Arguments are those of `Request` and `submit`."""
+        """`submit` of all prompts of a request, whose sizes are theirs, and `wait`."""
         count, longer = len(prompts), 0
         if begun is not None:  # of any number: few sizes, so that few programs are compiled
             count, longer = bucket(count), begun.responses.mask.sum(axis=1)
-        request = Request(
-            params,
-            num_samples,
-            purpose,
-            sampling,
-            prompt_lengths=np.array([len(prompt) for prompt in prompts]) + longer,
-            num_prompts=count,
-            max_tokens=None if limits is None else int(np.max(limits - longer)),
-            stop=stop,
-        )
-        pending = self.submit(prompts, numbers, request, begun=begun, limits=limits, on_finished=on_finished)
+        lengths = np.array([len(prompt) for prompt in prompts]) + longer
+        most = None if limits is None else int(np.max(limits - longer))
+        request = dataclasses.replace(request, prompt_lengths=lengths, num_prompts=count, max_tokens=most)
         try:
-            return pending.wait()
+            return self.submit(prompts, numbers, request, begun=begun, limits=limits, on_finished=on_finished).wait()
         finally:
             self.give_up()
 
+    def step(self) -> bool:
+        """Dispatches a chunk and takes the result of an earlier one; False if no response goes on."""
+        if self._open is None:
+            return False
+        self.check()
+        return self._open.queue.step(self._open.devices, self._open.responses)
+
+    def give_up(self) -> GivenUp:
+        """Gives up all that has not been waited for."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return GivenUp()
+        drawn = np.concatenate([np.zeros(0, np.int64), *(part.drawn() for part in opened.responses.parts.values())])
+        opened.responses.parts.clear()
+        opened.queue.release(opened.responses)
+        return GivenUp(int(np.sum(drawn > 0)), int(drawn.sum()), opened.devices.take_work())
+
     def layout(self, request: Request) -> Layout:
         """The sizes of a request's queue."""
-        return choose_layout(
-            self.settings,
-            self.attend,
-            cache_dtype(request.params),
-            request.prompt_lengths,
-            request.num_samples,
-            self.learnt.history(request.purpose),
-            self.learnt.free_memory(),
-            num_prompts=request.num_prompts,
-            max_tokens=request.max_tokens,
-        )
+        given = cache_dtype(request.params), request.prompt_lengths, request.num_samples
+        learnt, counts = self.learnt, {"num_prompts": request.num_prompts, "max_tokens": request.max_tokens}
+        known = learnt.history(request.purpose), learnt.free_memory()
+        layout = choose_layout(self.settings, self.attend, *given, *known, **counts)
+        return dataclasses.replace(layout, returns=request.waits is not None)
 
-    def param_shapes(self, params: Params) -> Params:
-        """Shapes and shardings of the decoding weights, which are the same in every request."""
-        shapes = self._param_shapes
-        if shapes is None:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-            self._param_shapes = shapes
-        return shapes
-
-    def state(self) -> dict[str, np.ndarray]:
-        """What the sizes of the next request depend on, for a checkpoint."""
-        return self.learnt.state()
-
-    def restore(self, arrays: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-        self.learnt.restore(arrays)
+    def _opened(self, request: Request) -> _Open:
+        """The queue of a request, a new one unless it is open."""
+        if self._open is None or self._open.request is not request:
+            assert self._open is None or not self._open.responses.parts, "an earlier request is under way: give it up"
+            layout, responses = self.layout(request), JoinedResponses()
+            shapes = jax.tree.map(lambda x: shaped(x, x.sharding), request.params)
+            limits = self.attend is None or request.sampling.limits  # CPUs have one program for all ways to draw
+            calls = Calls(self.settings, shapes, layout, self.attend, limits)
+            devices = QueueDevices(calls, self.programs, request, responses)
+            self._open = _Open(request, Queue(layout, lookahead=self.settings.lookahead), devices, responses)
+        return self._open
 
     def close(self) -> None:
         """Stops compiling in the background."""
         self.programs.close()
 
 
-class _Open:
-    """The queue of a request."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.engine, self.request, self.responses = engine, request, JoinedResponses()
-        settings, returns = engine.settings, request.waits is not None
-        layout = engine.layout(request)
-        calls = Calls(settings, engine.param_shapes(request.params), layout, engine.attend, returns)
-        self.devices = QueueDevices(
-            calls,
-            engine.programs,
-            request.params,
-            sampling=request.sampling,
-            purpose=request.purpose,
-            responses=self.responses,
-        )
-        self.queue = Queue(layout, lookahead=settings.lookahead, returns=returns)
-
-    def add(
-        self, prompts: Sequence[Sequence[int]], numbers: np.ndarray, samples: np.ndarray, responses: Responses
-    ) -> "Pending":
-        lengths = np.array([len(prompt) for prompt in prompts])
-        first_row = self.queue.add(lengths, responses.room())
-        self.responses.parts[first_row] = responses
-        self.devices.add(prompts, numbers, samples, responses.begun)
-        return Pending(self, first_row, lengths, responses)
-
-    def step(self) -> bool:
-        self.engine.check()
-        return self.queue.step(self.devices, self.responses)
-
-    def give_up(self) -> GivenUp:
-        drawn = np.concatenate([np.zeros(0, np.int64), *(part.drawn() for part in self.responses.parts.values())])
-        self.responses.parts.clear()
-        self.queue.release(self.responses)
-        computed = self.devices.counted.take_computed()
-        return GivenUp(int(np.sum(drawn > 0)), int(drawn.sum()), work_of(computed, dict.fromkeys(computed, 0.0)))
-
-
 class Pending:
     """Responses to Q prompts that were submitted together; row b answers prompt b // num_samples."""
 
-    def __init__(self, opened: _Open, first_row: int, prompt_lengths: np.ndarray, responses: Responses) -> None:
-        self._opened, self._first_row = opened, first_row
-        self._prompt_lengths, self._responses = prompt_lengths, responses
+    def __init__(self, engine: Engine, opened: _Open, first_row: int, prompt_lengths: np.ndarray) -> None:
+        self._engine, self._opened, self._first_row = engine, opened, first_row
+        self._prompt_lengths, self._responses = prompt_lengths, opened.responses.parts[first_row]
 
     @property
     def parked(self) -> np.ndarray:
@@ -279,52 +202,24 @@ class Pending:
         """Decodes until all of these responses have ended; once.
 
         `work` counts what the engine has computed since responses were last waited for, and what these needed
-        (work.py).
+        (queue.py).
 
         Raises:
             RuntimeError: rows wait for tokens, and nothing else goes on.
         """
-        opened, responses = self._opened, self._responses
+        engine, opened, responses = self._engine, self._opened, self._responses
         while not responses.ended.all():
-            if not opened.step() and not responses.ended.all():
+            if not engine.step() and not responses.ended.all():
                 raise RuntimeError(f"rows {self.parked.tolist()} wait for tokens: resume or end them")
         del opened.responses.parts[self._first_row]
         if not opened.responses.parts:
-            opened.devices.free()
-        drawn = responses.drawn()
-        opened.engine.learnt.history(opened.request.purpose).add(drawn)
-        lengths = self._prompt_lengths
-        needed = needed_work(opened.engine.settings.arch, lengths, drawn.reshape(len(lengths), -1))
-        work = work_of(opened.devices.counted.take_computed(), needed)
-        rollout = dataclasses.replace(responses.rollout(), work=work)
+            opened.devices.held = None  # nothing of it is needed
+        drawn, lengths = responses.drawn(), self._prompt_lengths
+        engine.learnt.history(opened.request.purpose).add(drawn)
+        needed = needed_work(engine.settings.arch, lengths, drawn.reshape(len(lengths), -1))
+        rollout = dataclasses.replace(responses.rollout(), work=opened.devices.take_work(needed))
         records = responses.records
         if records is None:
             return rollout
         prompts = None if responses.begun.any() else records.prompts
         return dataclasses.replace(rollout, experts=records.responses, prompt_experts=prompts)
-
-
-def build_engine(settings: EngineSettings, check: Callable[[], None] = lambda: None) -> Engine:
-    """The engine for the devices of the mesh; the log says if no kernel attends to pages there."""
-    attend, needed = page_attention(settings)
-    if needed:
-        logger.warning("attention to pages gathers them, which is slow: its kernel needs %s", needed)
-    return Engine(settings, attend, check)
-
-
-def page_attention(settings: EngineSettings) -> tuple[AttendPages | None, str]:
-    """Attention to pages for the devices of the mesh, None on CPUs; what a kernel would need, "" if there is one."""
-    device, size, length = platform(settings.mesh), settings.arch.head_dim, settings.chunk_length or CHUNK
-    if device == "cpu":
-        return None, ""
-    capability = cuda_generation(settings.mesh.devices.flat[0])
-    if capability is not None and capability < AMPERE:
-        return attend_gathered, f"compute capability {AMPERE}.0, not {capability}"
-    if device == "tpu":
-        fits, numbers = size % 64 == 0 and length % 16 == 0, "multiples of 64 and 16"
-        kernel = paged_attention_tpu.attend
-    else:
-        fits = all(number >= 16 and number.bit_count() == 1 for number in (size, length))
-        numbers, kernel = "powers of two from 16 on", paged_attention_gpu.attend
-    needed = f"a head size and a rollout.decode_chunk_length that are {numbers}, not {size} and {length}"
-    return (kernel, "") if fits else (attend_gathered, needed)

@@ -54,13 +54,6 @@ def cache_dtype(params: Params) -> np.dtype:
     return params["layers"][0]["query"].dtype
 
 
-def prefill_bytes(settings: EngineSettings, width: int) -> float:
-    """About what the prefill of one prompt takes on a device: attention scores and activations of one layer."""
-    arch, tensor = settings.arch, settings.mesh.shape["tensor"]
-    divided = 3 * arch.num_heads * queries_at_once(width) + 4 * arch.forward_size
-    return 4.0 * width * (divided / tensor + 8 * arch.hidden_size)
-
-
 class Shape(NamedTuple):
     """That of a program that decodes."""
 
@@ -82,7 +75,7 @@ class Layout:
     num_samples: int  # of a prompt
     shards: int
     ladder: tuple[int, ...]  # slots of a shard, and in the programs for the last rows, descending
-    pages: int  # of a shard, with page 0, which takes what nobody reads
+    pages: int  # of a shard, with page 0, a scratch page
     page_length: int  # tokens of a page; with stretches of a whole prompt, else of a chunk
     chunk: int  # tokens that are drawn between two looks at what has ended
     row_pages: int  # of a prompt and a response, at most
@@ -90,6 +83,7 @@ class Layout:
     stretches: tuple[int, ...] = ()  # tokens that a row draws of which a slot may hold the keys, ascending; () = pages
     window_pages: int = 0  # of a shard and a layer with a window, with page 0; 0 = no layer has one
     reach: int = 0  # pages that a window reaches behind a chunk
+    returns: bool = False  # rows may wait for tokens that the policy does not write, and return
 
     @property
     def slots(self) -> int:
@@ -150,10 +144,11 @@ def choose_layout(
     Raises:
         InputError: the memory does not hold the pages of the longest response.
     """
-    drawn, shards = max_tokens or settings.max_response_length, num_batch_shards(settings.mesh)
+    drawn, shards, arch = max_tokens or settings.max_response_length, num_batch_shards(settings.mesh), settings.arch
+    token_bytes = 2 * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"] * dtype.itemsize
     rows = -(-(num_prompts or len(prompt_lengths)) // shards) * num_samples  # of a shard
     width = prompt_width(int(max(prompt_lengths)), settings.max_prompt_length)
-    sizes = _Sizes(settings, dtype, num_samples, shards, rows, drawn, width, free_bytes)
+    sizes = _Sizes(settings, token_bytes, free_bytes * settings.memory_share, num_samples, shards, rows, drawn, width)
     if attend is None:
         return _of_stretches(sizes)
     return _of_pages(sizes, history, float(np.mean(prompt_lengths)), gathers=attend is attend_gathered)
@@ -163,28 +158,20 @@ class _Sizes(NamedTuple):
     """What stretches and pages follow from."""
 
     settings: EngineSettings
-    dtype: np.dtype  # of keys and values
+    token_bytes: float  # of a token's keys and values in one layer on one device
+    memory: float  # bytes of a device that keys and values may take; 0 = not known
     num_samples: int  # of a prompt
     shards: int
     rows: int  # of a shard
     drawn: int  # most tokens of a response
     width: int  # tokens of a prompt, at most, with padding
-    free_bytes: float
-
-    @property
-    def memory(self) -> float:
-        """Bytes of a device that keys and values may take."""
-        return self.free_bytes * self.settings.memory_share
-
-    @property
-    def token_bytes(self) -> float:
-        """Of a token's keys and values in one layer on one device."""
-        arch = self.settings.arch
-        return 2 * arch.num_kv_heads * arch.head_dim / self.settings.mesh.shape["tensor"] * self.dtype.itemsize
 
     def at_once(self, width: int) -> int:
-        """Prompts of this width in a call of prefill."""
-        return max(min(int(PREFILL_BYTES / prefill_bytes(self.settings, width)), PREFILLED // width), 1)
+        """Prompts of this width in a call of prefill: about so many that scores and activations of a layer fit."""
+        arch, tensor = self.settings.arch, self.settings.mesh.shape["tensor"]
+        divided = 3 * arch.num_heads * queries_at_once(width) + 4 * arch.forward_size
+        prompt_bytes = 4.0 * width * (divided / tensor + 8 * arch.hidden_size)
+        return max(min(int(PREFILL_BYTES / prompt_bytes), PREFILLED // width), 1)
 
 
 def prompt_width(longest: int, limit: int) -> int:
@@ -227,6 +214,18 @@ def rungs(slots: int, steps: int, *, least: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(slots >> step, min(least, slots)) for step in range(steps)))
 
 
+class _Pages(NamedTuple):
+    """Pages of the layers with a window, or of those without."""
+
+    own: int  # of a response, at most
+    prompt: int  # of a prompt, at most
+    bytes: float  # of one in all these layers, on one device
+
+    def most(self, slots: int, *, waiting: int) -> int:
+        """As if all slots were at their longest, with a prompt for each and those that wait."""
+        return 1 + slots * self.own + (slots + waiting) * self.prompt
+
+
 def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool) -> Layout:
     """As many slots as `_slots` says. A page has the tokens of a chunk.
 
@@ -234,32 +233,34 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     64 for long ones: larger pages are read faster, and the host looks less often. A chunk is no longer than the longest
     response, rounded up to a power of two.
     """
-    settings, drawn = sizes.settings, sizes.drawn
+    settings, drawn, arch = sizes.settings, sizes.drawn, sizes.settings.arch
     chosen = settings.chunk_length or (LONG_CHUNK if drawn >= LONG else CHUNK)
     length = min(chosen, max(1 << (drawn - 1).bit_length(), settings.least_page))
     prefills = _prefills(sizes, length)
-    prompt_pages, own_pages = prefills[-1].width // length, max(-(-drawn // length) - 1, 0)
-    row_pages = prompt_pages + own_pages
-    reach = _reach(settings, length, row_pages)
-    full, windowed = _pages(settings, length * sizes.token_bytes, own_pages, prompt_pages, reach)
+    prompt, own, of_layer = prefills[-1].width // length, max(-(-drawn // length) - 1, 0), length * sizes.token_bytes
+    row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
+    reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1), max(row_pages, 1))
+    full = _Pages(own, prompt, of_layer * (len(arch.layers) - with_window))
+    windowed = _Pages(min(reach, own), min(reach, prompt), of_layer * with_window)
     # of a slot: a page in the making is in memory twice, as are the gathered pages of a layer
-    scores = 4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"]
-    per_slot = 2 * (full.bytes + windowed.bytes + gathers * row_pages * length * sizes.token_bytes) + scores
+    scores = 4.0 * SCORES * arch.vocab_size / settings.mesh.shape["tensor"]
+    per_slot = 2 * (full.bytes + windowed.bytes + gathers * row_pages * of_layer) + scores
     tokens = min(history.held(), drawn) + length / 2 + (mean_prompt + length / 2) / sizes.num_samples
     per_row = tokens / length * full.bytes + min(tokens / length, windowed.own + windowed.prompt) * windowed.bytes
     slots = _slots(sizes, history.evenness(), per_slot=per_slot, per_row=per_row)
     pages, windows = (kind.most(slots, waiting=2 * prefills[0].at_once) for kind in (full, windowed))
-    if not settings.max_num_seqs or sizes.free_bytes > 0:
+    if not settings.max_num_seqs or sizes.memory > 0:
         pages = min(pages, _pages_in(sizes.memory - slots * per_slot, full, windowed, pages, windows))
     if pages < 1 + row_pages:
+        free = sizes.memory / settings.memory_share / 2**30
         raise InputError(
             f"the keys and values of a response of data.max_response_length={settings.max_response_length} tokens do "
-            f"not fit rollout.kv_memory_share={settings.memory_share} of {sizes.free_bytes / 2**30:.1f} free GiB on a "
+            f"not fit rollout.kv_memory_share={settings.memory_share} of {free:.1f} free GiB on a "
             "device"
         )
-    steps = FEW_STEPS if history.evenness() >= EQUAL else STEPS
+    ladder = rungs(slots, FEW_STEPS if history.evenness() >= EQUAL else STEPS, least=ROW_MULTIPLE)
     held = pages, length, length, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
-    return Layout(sizes.num_samples, sizes.shards, rungs(slots, steps, least=ROW_MULTIPLE), *held)
+    return Layout(sizes.num_samples, sizes.shards, ladder, *held)
 
 
 def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -> int:
@@ -282,32 +283,6 @@ def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -
         return bucket(rows)
     half = 1 << max(slots, 1).bit_length() - 1
     return half * 3 // 2 if slots >= half * 3 // 2 else half
-
-
-class _Pages(NamedTuple):
-    """Pages of the layers with a window, or of those without."""
-
-    own: int  # of a response, at most
-    prompt: int  # of a prompt, at most
-    bytes: float  # of one in all these layers, on one device
-
-    def most(self, slots: int, *, waiting: int) -> int:
-        """As if all slots were at their longest, with a prompt for each and those that wait."""
-        return 1 + slots * self.own + (slots + waiting) * self.prompt
-
-
-def _pages(settings: EngineSettings, of_layer: float, own: int, prompt: int, reach: int) -> tuple[_Pages, _Pages]:
-    """Of the layers without a window, and of those with one; `of_layer` are the bytes of a page in one layer."""
-    layers = settings.arch.layers
-    windows = sum(kind.window is not None for kind in layers)
-    full = _Pages(own, prompt, of_layer * (len(layers) - windows))
-    return full, _Pages(min(reach, own), min(reach, prompt), of_layer * windows)
-
-
-def _reach(settings: EngineSettings, length: int, row_pages: int) -> int:
-    """Pages that a window reaches behind a chunk, at least one; 0 without layers that have a window."""
-    window = settings.arch.window
-    return 0 if window is None else min(max(-(-(window - 1) // length), 1), max(row_pages, 1))
 
 
 def _pages_in(memory: float, full: _Pages, windowed: _Pages, most: int, most_windows: int) -> int:

@@ -1,20 +1,23 @@
 """Host: a queue of prompts, and its loop: which row has which slot when, decided between two chunks from lengths alone.
 
 Prompts are given to shards in order, the next one to the shard with the fewest rows, which wait there for a slot
-(shards.py). The engine works a queue off with devices, the preflight with devices that only count (work.py).
+(shards.py). The engine works a queue off with devices, the preflight with devices that only count.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.layout import Layout, PrefillSize, Shape
 from dapo_jax.rollout.shards import Granted, Row, Shard
 
-WAITING = 4  # rows of a shard, at least, that may wait for a slot
+LEAST_STOCK = 4  # rows of a shard, at least, that may wait for a slot
 
 
 class Opened(NamedTuple):
@@ -48,31 +51,59 @@ class Turn(NamedTuple):
     window_pages: int  # that they read in layers with a window
 
 
-class Devices(Protocol):
-    """What works off the turns of a queue."""
+class Counting:
+    """Devices that count what a queue tells them to do, and do nothing else: a chunk is its number of tokens.
+
+    Args:
+        gathers: attention copies every place of the page table, as `attend_gathered` does.
+    """
+
+    def __init__(self, arch: Architecture, layout: Layout, *, gathers: bool = False) -> None:
+        self.arch, self.layout, self.gathers = arch, layout, gathers
+        self.computed = {"prefill": 0.0, "decode": 0.0}  # operations
+        self.decodes: Counter[Shape] = Counter()  # chunks
+        self.prefills: Counter[PrefillSize] = Counter()  # calls
+        self.pages: Counter[Shape] = Counter()  # read in these chunks, on all shards, in the mean layer
 
     def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> tuple[Any, np.ndarray] | None:
         """Prefills prompts in a call of this shape; the first tokens that it draws, and their rows, -1 = none."""
-        ...
+        tokens = size.at_once * self.layout.shards * size.width
+        self.computed["prefill"] += tokens * token_flops(self.arch).of_prefilled(size.width)
+        self.prefills[size] += 1
+        first = self.layout.prefilled
+        return (first, np.concatenate([self.layout.rows(one.prompt) for one in opened])) if first else None
 
     def decode(self, turn: Turn) -> Any:
         """Decodes a chunk and returns it."""
-        ...
+        layout, flops = self.layout, token_flops(self.arch)
+        slots = turn.shape.slots * layout.shards
+        full, window = turn.pages, turn.window_pages
+        if self.gathers:
+            full, window = slots * layout.row_pages, slots * layout.reach
+        pages = flops.mean(lambda kind: full if kind is None else window)
+        keys = (pages + slots) * layout.page_length  # a tail is as long as a page
+        if layout.stretches:
+            keys = slots * (layout.page_length + turn.shape.stretch)
+        self.computed["decode"] += layout.chunk * (slots * (flops.layers + flops.head) + keys * flops.pair)
+        self.decodes[turn.shape] += 1
+        self.pages[turn.shape] += pages
+        return layout.chunk
+
+    def take_work(self, needed: Mapping[str, float] | None = None) -> dict[str, Work]:
+        """Work by stage: what was computed since the last call, and what responses need of it."""
+        computed, self.computed = self.computed, dict.fromkeys(self.computed, 0.0)
+        return {stage: Work(operations, (needed or {}).get(stage, 0.0)) for stage, operations in computed.items()}
 
 
 class Outcome(Protocol):
-    """What the queue asks of the responses."""
+    """What the queue asks of the responses; rows are [B], -1 = none."""
 
     def add(self, chunk: Any, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Takes a chunk whose first token is number `starts` [B] of the responses `rows` [B]; -1 = none."""
+        """Takes a chunk whose first token is number `starts` [B] of these rows."""
         ...
 
-    def alive(self, rows: np.ndarray) -> np.ndarray:
-        """[B] bool, True for rows whose response is not known to have ended or to wait."""
-        ...
-
-    def waiting(self, rows: np.ndarray) -> np.ndarray:
-        """[B] bool, True for rows that wait for tokens which the policy does not write."""
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """[B] ENDED, WAITS for tokens that the policy does not write, or ALIVE, as far as it is known."""
         ...
 
 
@@ -81,18 +112,17 @@ class Queue:
 
     Args:
         lookahead: chunks dispatched before the result of one is read.
-        returns: rows may wait for tokens and return.
     """
 
-    def __init__(self, layout: Layout, *, lookahead: int = 0, returns: bool = False) -> None:
+    def __init__(self, layout: Layout, *, lookahead: int = 0) -> None:
         self.layout, self.lookahead = layout, lookahead
         self.prompt_lengths: list[int] = []  # tokens
         self.limits: list[int] = []  # most tokens to draw for each row
         self.next_prompt = self._longest = self._stretch = 0
         # Few rows wait, so that shards end together; many, so that all shards prefill in the same calls.
-        waiting = max(layout.prefills[0].at_once // 2, WAITING // layout.num_samples, 1)
+        waiting = max(layout.prefills[0].at_once // 2, LEAST_STOCK // layout.num_samples, 1)
         self._stock = layout.slots + layout.num_samples * waiting
-        self.shards = [Shard(layout, self.limits, returns=returns) for _ in range(layout.shards)]
+        self.shards = [Shard(layout, self.limits) for _ in range(layout.shards)]
         self._dispatched: deque[tuple[Any, np.ndarray, np.ndarray]] = deque()  # chunk, rows, starts
 
     def add(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray) -> int:
@@ -116,7 +146,7 @@ class Queue:
             raise InputError(f"{layout.pages} pages of {layout.page_length} tokens a shard must be at least {needed}")
         return first_row
 
-    def step(self, devices: Devices, outcome: Outcome) -> bool:
+    def step(self, devices: Counting, outcome: Outcome) -> bool:
         """Dispatches a chunk, and takes the result of an earlier one; False once no response goes on."""
         while len(self._dispatched) > self.lookahead:
             outcome.add(*self._dispatched.popleft())
@@ -138,7 +168,7 @@ class Queue:
     def release(self, outcome: Outcome) -> None:
         """As `Shard.release`."""
         for shard in self.shards:
-            shard.release(outcome.alive, outcome.waiting)
+            shard.release(outcome.states)
 
     def resume(self, row: int, known: int) -> None:
         """As `Shard.resume`; what was dispatched for the row after it had ended is not looked at."""
@@ -152,17 +182,17 @@ class Queue:
         opened: list[Opened] = []
         if all(shard.load >= self.layout.slots for shard in self.shards):
             return opened
-        while self.next_prompt < len(self.prompt_lengths):
-            pages = self.layout.prompt_pages(self.prompt_lengths[self.next_prompt])
-            candidates = [
-                index
+        for prompt in range(self.next_prompt, len(self.prompt_lengths)):
+            pages = self.layout.prompt_pages(self.prompt_lengths[prompt])
+            fitting = [
+                (shard.load, index)
                 for index, shard in enumerate(self.shards)
                 if shard.has_room(pages, most=self._stock, longest=self._longest)
             ]
-            if not candidates:
+            if not fitting:
                 break
-            chosen = min(candidates, key=lambda index: self.shards[index].load)
-            opened.append(Opened(self.next_prompt, chosen, *self.shards[chosen].open(self.next_prompt, pages)))
+            _, chosen = min(fitting)
+            opened.append(Opened(prompt, chosen, *self.shards[chosen].open(prompt, pages)))
             self.next_prompt += 1
         return opened
 
@@ -215,3 +245,14 @@ def prefill_calls(layout: Layout, opened: Sequence[Opened]) -> Iterator[tuple[Pr
         size = next(size for size in layout.prefills if size.width >= longest * layout.page_length)
         yield size, [one for prompts in waiting for one in prompts[: size.at_once]]
         waiting = [prompts[size.at_once :] for prompts in waiting]
+
+
+def needed_work(arch: Architecture, prompt_lengths: np.ndarray, response_lengths: np.ndarray) -> dict[str, float]:
+    """Operations that responses [Q, G] to prompts [Q] of so many tokens need of any engine, by stage.
+
+    prefill: each token of a prompt once. Its scores of the vocabulary are not counted.
+    decode: each step that samples a token of a response; not the first token, which prefill predicts.
+    """
+    flops = token_flops(arch)
+    prefill = flops.of_prompts(prompt_lengths)
+    return {"prefill": prefill, "decode": flops.of_responses(prompt_lengths, response_lengths)}

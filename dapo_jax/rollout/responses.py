@@ -1,16 +1,20 @@
-"""Host: responses while they are being sampled."""
+"""Host: requests to an engine, and responses while they are being sampled."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.errors import InputError
+from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.sharding import fetch
 from dapo_jax.rollout.decoding import Chunk
 from dapo_jax.rollout.expert_records import ExpertRecords
+from dapo_jax.rollout.layout import EngineSettings
+from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.rollout.shards import ALIVE, ENDED, WAITS
 
 # (tokens of a response, how many of them an earlier call has seen) -> how many tokens to keep; None = it continues.
 StopRule = Callable[[list[int], int], int | None]
@@ -20,36 +24,57 @@ OnFinished = Callable[[np.ndarray, Rollout], None]
 Waits = Callable[[int, list[int]], bool]
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """How prompts are sampled. Those of one request share a queue; the last fields but two decide its sizes."""
+
+    params: Params  # decoding weights (learner/decode_weights.py), with the same shapes and dtypes in all requests
+    num_samples: int  # responses to each prompt
+    purpose: int  # training, evaluation, ... (sampling.py)
+    sampling: Sampling
+    prompt_lengths: Sequence[int] | np.ndarray = ()  # [N] tokens of prompts as long as those that will be submitted
+    num_prompts: int = 0  # that will be submitted, about
+    max_tokens: int | None = None  # most to draw for a response; None = max_response_length
+    stop: StopRule | None = None  # ends a response at a stop string
+    waits: Waits | None = None  # whether a response that has ended waits for tokens of an environment; None = none does
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Responses to continue, one to each of Q prompts."""
+
+    samples: np.ndarray  # [Q], which sample of its prompt each is: with the prompt's number the address of its draws
+    responses: Rollout  # Q rows: the tokens drawn so far, and their log-probabilities
+
+
 class Responses:
     """Responses as they grow, row by row, and which of them have ended.
 
     Args:
-        limits: [B], most tokens of each response, at most max_length.
+        limits: [B], most tokens of each response, at most max_response_length.
         begun: the first tokens of each response, which the engine has as the end of its prompt.
     """
 
     def __init__(
         self,
         limits: np.ndarray,
+        settings: EngineSettings,
         *,
-        max_length: int,
-        eos_ids: tuple[int, ...],
-        pad_id: int,
-        stop: StopRule | None,
-        on_finished: OnFinished | None,
+        stop: StopRule | None = None,
         waits: Waits | None = None,
         begun: Rollout | None = None,
+        on_finished: OnFinished | None = None,
     ) -> None:
-        shape = len(limits), max_length
-        self.tokens = np.full(shape, pad_id, np.int32)
+        shape = len(limits), settings.max_response_length
+        self.tokens = np.full(shape, settings.pad_id, np.int32)
         self.mask = np.zeros(shape, bool)
         self.logprobs = np.zeros(shape, np.float32)
         self.complete = np.zeros(len(limits), bool)  # ended by an end-of-sequence token or the stop rule
         self.ended = np.zeros(len(limits), bool)  # complete, or at its limit
         self.parked = np.zeros(len(limits), bool)  # waits for tokens of an environment
         self.given = np.zeros(shape, bool)  # tokens of an environment
-        self.limits, self.eos_ids, self.pad_id = limits, eos_ids, pad_id
-        self.stop, self.on_finished, self.waits = stop, on_finished, waits
+        self.limits, self.settings = limits, settings
+        self.stop, self.waits, self.on_finished = stop, waits, on_finished
         self.records: ExpertRecords | None = None  # of the experts of tokens, if they are kept
         if begun is not None:
             self.tokens[:], self.mask[:], self.logprobs[:] = begun.responses, begun.mask, begun.logprobs
@@ -57,8 +82,7 @@ class Responses:
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray | int) -> None:
         """Adds a chunk whose first token is number `starts`, [B] or one for all, of what is drawn for `rows` [B]."""
-        chunk = _fetched(chunk, self.records)
-        alive = self.alive(rows)
+        alive = self.states(rows) == ALIVE
         rows = rows[alive]
         starts = self.begun[rows] + np.broadcast_to(starts, alive.shape)[alive]
         places = starts[:, None] + np.arange(chunk.tokens.shape[1])
@@ -67,21 +91,24 @@ class Responses:
         taken = chunk.mask[alive] & within
         row, place = np.broadcast_to(rows[:, None], places.shape)[within], places[within]
         self.mask[row, place] = taken[within]
-        self.tokens[row, place] = np.where(taken, chunk.tokens[alive], self.pad_id)[within]
+        self.tokens[row, place] = np.where(taken, chunk.tokens[alive], self.settings.pad_id)[within]
         self.logprobs[row, place] = np.where(taken, chunk.logprobs[alive], 0.0)[within]
-        self.complete[rows] = np.any(np.isin(chunk.tokens[alive], self.eos_ids) & taken, axis=1)
+        self.complete[rows] = np.any(np.isin(chunk.tokens[alive], self.settings.eos_ids) & taken, axis=1)
         if self.stop is not None:
-            self._stop(rows, known, self.stop)
+            for at, start in zip(rows.tolist(), known.tolist(), strict=True):
+                self._stop(at, self.stop(self.tokens[at, self.mask[at]].tolist(), start))
         self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.limits[rows])
         if self.waits is not None:
             self._park(rows, self.waits)
-        if self.records is not None:
-            self._record(self.records, chunk.experts, alive, rows, starts)
-        self._hand_on(rows[self.ended[rows]])
+        if self.records is not None and chunk.experts is not None:  # those of a prompt come in a call of their own
+            self.records.add_chunk(rows, starts, np.asarray(chunk.experts)[alive])
+        self._finish(rows[self.ended[rows]])
 
-    def _hand_on(self, rows: np.ndarray) -> None:
-        if self.on_finished is not None and rows.size:
-            self.on_finished(rows, self.rollout())
+    def _stop(self, row: int, kept: int | None) -> None:
+        """Ends a row after `kept` tokens, unless that is None."""
+        if kept is not None:
+            self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.settings.pad_id, 0.0
+            self.complete[row] = True
 
     def _park(self, rows: np.ndarray, waits: Waits) -> None:
         """Rows that the policy has ended wait, if they have room and are to."""
@@ -89,6 +116,14 @@ class Responses:
         for row in rows[self.complete[rows] & (lengths[rows] < self.limits[rows])].tolist():
             if waits(row, self.tokens[row, : lengths[row]].tolist()):
                 self.parked[row], self.complete[row], self.ended[row] = True, False, False
+
+    def _finish(self, rows: np.ndarray) -> None:
+        """Hands on rows that have ended."""
+        if self.records is not None:
+            for row in rows.tolist():
+                self.records.end(row, int(self.mask[row].sum()))
+        if self.on_finished is not None and rows.size:
+            self.on_finished(rows, self.rollout())
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
         """A row that waits goes on after these tokens, which the policy has not written.
@@ -109,32 +144,12 @@ class Responses:
     def end(self, row: int) -> None:
         """A row that waits ends as it is."""
         self.parked[row], self.complete[row], self.ended[row] = False, True, True
-        if self.records is not None:
-            self.records.end(row, int(self.mask[row].sum()))
-        self._hand_on(np.array([row]))
+        self._finish(np.array([row]))
 
-    def _stop(self, rows: np.ndarray, starts: np.ndarray, stop: StopRule) -> None:
-        for row, start in zip(rows, starts, strict=True):
-            kept = stop(self.tokens[row, self.mask[row]].tolist(), int(start))
-            if kept is not None:
-                self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.pad_id, 0.0
-                self.complete[row] = True
-
-    def _record(
-        self, records: ExpertRecords, experts: Any, alive: np.ndarray, rows: np.ndarray, starts: np.ndarray
-    ) -> None:
-        if experts is not None:  # those of a prompt come in a call of their own
-            records.add_chunk(rows, starts, experts[alive])
-        for row in rows[self.ended[rows]].tolist():
-            records.end(row, int(self.mask[row].sum()))
-
-    def alive(self, rows: np.ndarray) -> np.ndarray:
-        """[b] True for rows that have not ended and do not wait; False for -1."""
-        return (rows >= 0) & ~(self.ended | self.parked)[rows]
-
-    def waiting(self, rows: np.ndarray) -> np.ndarray:
-        """[b] True for rows that wait; False for -1."""
-        return (rows >= 0) & self.parked[rows]
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """[b] as `queue.Outcome`; ENDED for -1."""
+        found = np.where(self.parked, WAITS, np.where(self.ended, ENDED, ALIVE))
+        return np.where(rows >= 0, found[rows], ENDED)
 
     def room(self) -> np.ndarray:
         """[B] most tokens to draw for each response."""
@@ -143,10 +158,6 @@ class Responses:
     def drawn(self) -> np.ndarray:
         """[B] tokens drawn for each response so far."""
         return self.mask.sum(axis=1) - self.begun
-
-    def begun_tokens(self) -> list[list[int]]:
-        """[B] the tokens that each response has begun with."""
-        return [tokens[:count].tolist() for tokens, count in zip(self.tokens, self.begun, strict=True)]
 
     def rollout(self) -> Rollout:
         """The responses so far; their experts are not known before they end."""
@@ -161,10 +172,11 @@ class JoinedResponses:
         self.parts: dict[int, Responses] = {}  # by their first row
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray) -> None:
-        """As `Responses.add`."""
-        chunk = _fetched(chunk, *(part.records for part in self.parts.values()))
-        for first, part in self.parts.items():
-            part.add(chunk, _own_rows(first, part, rows), starts)
+        """As `Responses.add`, of what lies on the devices."""
+        recorded = any(part.records is not None for part in self.parts.values())
+        chunk = fetch(chunk if recorded else dataclasses.replace(chunk, experts=None))
+        for part, own in self._parts_of(rows):
+            part.add(chunk, own, starts)
 
     def add_prompts(self, prompts: np.ndarray, fed: np.ndarray, experts: np.ndarray) -> None:
         """As `ExpertRecords.add_prompts`."""
@@ -174,13 +186,9 @@ class JoinedResponses:
                 here = (own >= 0) & (own < len(part.records.prompts))
                 part.records.add_prompts(own[here].tolist(), fed[here].tolist(), experts[here])
 
-    def alive(self, rows: np.ndarray) -> np.ndarray:
-        """As `Responses.alive`."""
-        return self._any(rows, Responses.alive)
-
-    def waiting(self, rows: np.ndarray) -> np.ndarray:
-        """As `Responses.waiting`."""
-        return self._any(rows, Responses.waiting)
+    def states(self, rows: np.ndarray) -> np.ndarray:
+        """As `Responses.states`."""
+        return np.max([np.full(len(rows), ENDED), *(part.states(own) for part, own in self._parts_of(rows))], axis=0)
 
     def tokens_of(self, row: int) -> np.ndarray:
         """Tokens of a response after those that it has begun with, as far as they are known."""
@@ -189,19 +197,7 @@ class JoinedResponses:
                 return part.tokens[row - first, part.begun[row - first] : part.mask[row - first].sum()]
         return np.zeros(0, np.int32)
 
-    def _any(self, rows: np.ndarray, ask: Callable[[Responses, np.ndarray], np.ndarray]) -> np.ndarray:
-        found = np.zeros(len(rows), bool)
+    def _parts_of(self, rows: np.ndarray) -> Iterator[tuple[Responses, np.ndarray]]:
+        """Each part, with `rows` as it numbers them, -1 for those of other parts."""
         for first, part in self.parts.items():
-            found |= ask(part, _own_rows(first, part, rows))
-        return found
-
-
-def _fetched(chunk: Chunk, *records: ExpertRecords | None) -> Chunk:
-    """The chunk on the host, without its experts unless they are recorded."""
-    wanted = any(one is not None for one in records)
-    return fetch(chunk if wanted else dataclasses.replace(chunk, experts=None))
-
-
-def _own_rows(first: int, part: Responses, rows: np.ndarray) -> np.ndarray:
-    """`rows` as numbered in `part`, which begins with row `first`; -1 for those of other parts."""
-    return np.where((rows >= first) & (rows < first + len(part.limits)), rows - first, -1)
+            yield part, np.where((rows >= first) & (rows < first + len(part.limits)), rows - first, -1)

@@ -17,7 +17,7 @@ TRAIN, EVALUATE, BASELINE, SELECT = range(4)
 
 @struct.dataclass
 class Sampling:
-    """How to draw. Every field is traced: a new value needs no new compilation."""
+    """How to draw. Every field is traced: a new value needs no new compilation, unless `limits` changes."""
 
     temperature: Any
     top_p: Any  # 1 = off
@@ -41,6 +41,11 @@ class Sampling:
     def is_filtered(self) -> Any:
         """Whether unlikely tokens are never drawn."""
         return self.greedy | (self.top_p < 1) | (self.top_k > 0)
+
+    @property
+    def limits(self) -> bool:
+        """Host: whether some token may not be drawn somewhere."""
+        return bool(self.is_filtered | (self.min_length > 0))
 
 
 def row_keys(seed: int, purpose: int, numbers: jax.Array, num_samples: int) -> jax.Array:
@@ -68,7 +73,13 @@ def position_noise(seed: int, purpose: int, numbers: jax.Array, num_samples: int
 
 
 def sample(
-    logits: jax.Array, keys: jax.Array, position: jax.Array, sampling: Sampling, eos_ids: tuple[int, ...] = ()
+    logits: jax.Array,
+    keys: jax.Array,
+    position: jax.Array,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...] = (),
+    *,
+    limits: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """One token per row, and its log-probability log_softmax(logits / temperature) over the whole vocabulary.
 
@@ -79,6 +90,7 @@ def sample(
         keys: [B], from `row_keys`.
         position: scalar or [B], number of tokens sampled before.
         eos_ids: tokens not drawn before sampling.min_length.
+        limits: False only if `sampling.limits` is: nothing then depends on it, which ends a GPU's graph of kernels.
 
     Returns:
         tokens [B] int32 and logprobs [B] float32.
@@ -91,7 +103,7 @@ def sample(
     def forbidden(tokens: jax.Array) -> jax.Array:
         return early & jnp.any(tokens[..., None] == jnp.array(eos_ids, jnp.int32), axis=-1)
 
-    def limits() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def limited() -> tuple[jax.Array, jax.Array, jax.Array]:
         allowed = jnp.where(forbidden(tokens_of_blocks(logits)), -jnp.inf, logits)
         weights, reference, lowest = _limits(allowed, sampling)
         mass = jax.lax.cond(jnp.any(early), lambda: _mass(jnp.exp(logits - highest)), lambda: _mass(weights))
@@ -100,10 +112,12 @@ def sample(
     def no_limits() -> tuple[jax.Array, jax.Array, jax.Array]:
         return highest, jnp.full_like(highest, -jnp.inf), jnp.zeros_like(highest[:, 0, 0])
 
-    limited = jnp.any(early) | sampling.is_filtered
-    reference, lowest, mass = jax.lax.cond(limited, limits, no_limits)
+    is_limited = jnp.any(early) | sampling.is_filtered if limits else jnp.bool_(False)
+    reference, lowest, mass = jax.lax.cond(is_limited, limited, no_limits) if limits else no_limits()
 
     def weigh(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        if not limits:
+            return jnp.exp(logits - reference)
         return jnp.where((logits < lowest) | forbidden(tokens), 0.0, jnp.exp(logits - reference))
 
     def weights_in(block: jax.Array) -> jax.Array:
@@ -111,7 +125,7 @@ def sample(
         return weigh(jnp.take_along_axis(logits, place, axis=1), place * BLOCK + jnp.arange(BLOCK))[:, 0]
 
     totals = _totals(weigh(logits, tokens_of_blocks(logits)))
-    mass = jnp.where(limited, mass, jnp.sum(totals, axis=-1))
+    mass = jnp.where(is_limited, mass, jnp.sum(totals, axis=-1))
     positions = jnp.broadcast_to(position, keys.shape)
     uniform = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
     tokens = inverse_cdf(totals, weights_in, jnp.where(sampling.greedy, 0.0, uniform))

@@ -1,7 +1,7 @@
 """Host: the rows and pages of one shard of the batch.
 
 Rows wait for a slot in the order of their prompts. Too few pages: rows without a slot give up theirs, then the youngest
-rows; they begin again later, with the same tokens.
+rows; they restart later, with the same tokens.
 
 Pages of a row are numbered from the first of its prompt. Layers with a window have a pool of their own: in a chunk
 that begins after n pages, a window reaches the last `reach` of them. A prompt has such pages for its last tokens, which
@@ -11,22 +11,22 @@ and each open prompt.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from dapo_jax.rollout.layout import Layout
 
-Ask = Callable[[np.ndarray], np.ndarray]  # rows [B] -> [B] bool
-T = TypeVar("T")
+ENDED, WAITS, ALIVE = range(3)  # states of a response: WAITS for tokens that the policy does not write
+States = Callable[[np.ndarray], np.ndarray]  # rows [B] -> [B], as far as they are known
 
 
 class Granted(NamedTuple):
     """The pages that take what the next chunk of a row adds."""
 
-    page: int = 0  # page 0 takes what nobody reads
+    page: int = 0  # page 0 is a scratch page
     window_page: int = 0
 
 
@@ -49,12 +49,11 @@ class Shard:
 
     Args:
         limits: most tokens to draw for each row of the queue.
-        returns: rows may wait for tokens and return.
     """
 
-    def __init__(self, layout: Layout, limits: list[int], *, returns: bool) -> None:
-        self.layout, self.limits, self.returns = layout, limits, returns
-        self.copied = bool(layout.stretches) and not returns  # a row that has begun no longer needs its prompt
+    def __init__(self, layout: Layout, limits: list[int]) -> None:
+        self.layout, self.limits = layout, limits
+        self.copied = bool(layout.stretches) and not layout.returns  # a row that has begun no longer needs its prompt
         self.live: list[Row] = []  # with a slot, the oldest first
         self.waiting: deque[int] = deque()  # for a slot
         self.returning: deque[Row] = deque()  # for a slot, with the pages of what they have drawn
@@ -90,34 +89,28 @@ class Shard:
         self.waiting.extend(self.layout.rows(prompt).tolist())
         return self.prompts[prompt]
 
-    def release(self, alive: Ask, waiting: Ask) -> None:
-        """Takes their slots from rows that have ended, with their pages, and from those that wait for tokens.
-
-        Args:
-            alive: whether the response is not known to have ended or to wait.
-            waiting: whether it waits.
-        """
+    def release(self, states: States) -> None:
+        """Takes their slots from rows that have ended, with their pages, and from those that wait for tokens."""
         live, self.live = self.live, []
-        for row, goes_on, waits in _asked([(row.number, row) for row in live], alive, waiting):
-            if goes_on and row.sampled < self.limits[row.number]:
+        for row, state in zip(live, states(_numbers(row.number for row in live)), strict=True):
+            if state == ALIVE and row.sampled < self.limits[row.number]:
                 self.live.append(row)
-            elif self.returns and (goes_on or waits):
+            elif self.layout.returns and state != ENDED:
                 self._park(row)
             else:
                 self._free(row)
                 if not self.copied:
                     self._done(row.number)
-        for number, goes_on, waits in _asked([(number, number) for number in self.parked], alive, waiting):
-            if not goes_on and not waits:
-                row = self.parked.pop(number)
-                if row is not None:
-                    self._free(row)
-                self._done(number)
-        queued, self.waiting = self.waiting, deque()
-        for number, goes_on, waits in _asked([(number, number) for number in queued], alive, waiting):
-            if goes_on:
+        parked = _numbers(self.parked)
+        for number in parked[states(parked) == ENDED].tolist():
+            if (row := self.parked.pop(number)) is not None:
+                self._free(row)
+            self._done(number)
+        queued, self.waiting = _numbers(self.waiting), deque()
+        for number, state in zip(queued.tolist(), states(queued), strict=True):
+            if state == ALIVE:
                 self.waiting.append(number)
-            elif waits:  # after the token that prefill has drawn
+            elif state == WAITS:  # after the token that prefill has drawn
                 self.parked[number] = None
             else:
                 self._done(number)
@@ -232,7 +225,5 @@ class Shard:
             del self.left[prompt]
 
 
-def _asked(rows: Sequence[tuple[int, T]], alive: Ask, waiting: Ask) -> Iterator[tuple[T, bool, bool]]:
-    """(number of a row, what stands for it) -> what stands for it, whether it is alive, and whether it waits."""
-    numbers = np.array([number for number, _ in rows], np.int64)
-    return zip([one for _, one in rows], alive(numbers).tolist(), waiting(numbers).tolist(), strict=True)
+def _numbers(rows: Iterable[int]) -> np.ndarray:
+    return np.fromiter(rows, np.int64)

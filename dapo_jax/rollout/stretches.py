@@ -32,7 +32,7 @@ class Stretches:
     prompts: list[KeysAndValues]
 
     def with_prompts(self, found: list[tuple[jax.Array, jax.Array]], places: Any, arch: Architecture) -> "Stretches":
-        """With prompts at `places` [Q]; place 0 takes what nobody reads."""
+        """With prompts at `places` [Q]; place 0 is scratch."""
         put = jax.shard_map(
             lambda x, new, places: x.at[places].set(new), in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS
         )

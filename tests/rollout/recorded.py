@@ -9,7 +9,7 @@ from rollout.test_windows import NAMES, family
 from shapes import mesh_of
 
 from dapo_jax.data.containers import Rollout
-from dapo_jax.rollout.engine import Begun
+from dapo_jax.rollout.responses import Begun
 from dapo_jax.rollout.sampling import Sampling
 
 RECORDED = Path(__file__).parent / "data" / "waves.npz"

@@ -21,12 +21,13 @@ from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import Params, forward, logits, positions_of
 from dapo_jax.models.vocabulary_blocks import BLOCK
 from dapo_jax.models.weights import init_params
+from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout import engine as engine_module
 from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.layout import EngineSettings
-from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.queue import Queue
+from dapo_jax.rollout.responses import Request
 from dapo_jax.rollout.sampling import TRAIN, Sampling, row_keys, sample
 
 FREE, GREEDY = Sampling.create(1.0, 1.0, -1), Sampling.create(0.0, 1.0, -1)
@@ -102,11 +103,12 @@ class Rollouts:
         return jax.device_put(self.params, replicated(mesh))
 
     def sample(self, engine: Engine, *, sampling: Sampling = FREE, **options: Any) -> Rollout:
-        mesh = engine.settings.mesh
-        own = {"prompts": self.prompts, "numbers": self.numbers, "num_samples": SAMPLES, "purpose": TRAIN}
+        mesh, fields = engine.settings.mesh, {"num_samples": SAMPLES, "purpose": TRAIN, "stop": None}
+        fields |= {name: options.pop(name) for name in fields if name in options}
+        own = {"prompts": self.prompts, "numbers": self.numbers, **options}
         with jax.set_mesh(mesh):
             try:
-                return engine.generate(self.on(mesh), sampling=sampling, **{**own, **options})
+                return engine.generate(request=Request(self.on(mesh), sampling=sampling, **fields), **own)
             finally:
                 engine.close()
 

@@ -27,11 +27,14 @@ from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.weights import cast_matrices, init_params
+from dapo_jax.preflight.rollout import walk_lengths
 from dapo_jax.rollout import engine as engine_module
-from dapo_jax.rollout.engine import Begun, GivenUp, Request, build_engine, page_attention
+from dapo_jax.rollout.engine import GivenUp
 from dapo_jax.rollout.queue import Queue
+from dapo_jax.rollout.responses import Begun, Request
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
-from dapo_jax.rollout.work import walk_lengths
+from dapo_jax.run import sampler as sampler_module
+from dapo_jax.run.sampler import build_engine, page_attention
 
 KINDS = ("pages", "stretches")
 
@@ -51,8 +54,8 @@ KINDS = ("pages", "stretches")
     ],
 )
 def test_attention_to_pages_fits_the_devices_or_gathers_and_says_so(device, size, length, kernel, monkeypatch, caplog):
-    monkeypatch.setattr(engine_module, "platform", lambda mesh: device)
-    monkeypatch.setattr(engine_module, "cuda_generation", lambda _: {"gpu": 8, "old gpu": 7}.get(device))
+    monkeypatch.setattr(sampler_module, "platform", lambda mesh: device)
+    monkeypatch.setattr(sampler_module, "cuda_generation", lambda _: {"gpu": 8, "old gpu": 7}.get(device))
     arch = dataclasses.replace(ARCH, head_dim=size)
     settings = engine_settings(one_device_mesh(), arch=arch, chunk_length=length)
     engine = build_engine(settings)
@@ -116,7 +119,7 @@ def test_devices_do_what_the_walk_without_devices_does(shape, reference):
     lengths = found.mask.sum(axis=1).reshape(-1, SAMPLES)
     walk, work = walk_lengths(dense().arch, layout, lengths, dense().prompt_lengths, limit=dense().length, lookahead=0)
     assert work == found.work and all(0 < stage.efficiency < 1 for stage in work.values())
-    assert sorted(shape for _, _, shape in called(engine)) == sorted(walk.decodes.elements())
+    assert sorted(shape for *_, shape in called(engine)) == sorted(walk.decodes.elements())
     assert len(walk.decodes) >= 3
 
 
@@ -247,7 +250,7 @@ def test_few_programs_decode_and_a_restored_engine_has_the_same_sizes():
         dense().sample(engine)
     assert len(set(called(engine))) <= 3 and set(called(engine)) <= set(engine.programs.prepared)
     assert engine.learnt.history(EVALUATE).held() > engine.learnt.history(TRAIN).held()
-    other.restore(engine.state())
+    other.learnt.restore(engine.learnt.state())
     assert other.layout(request_of(other)) == engine.layout(request_of(engine))
     assert other.learnt.history(TRAIN).held() == engine.learnt.history(TRAIN).held() < dense().length
 

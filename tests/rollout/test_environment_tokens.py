@@ -9,7 +9,7 @@ from small_run import small_config
 from dapo_jax.learner import learner as learner_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.rollout.responses import Responses
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
 pytestmark = pytest.mark.slow
 ONE_STEP = {"trainer.total_training_steps": 1, "trainer.val_before_train": False, "trainer.test_freq": -1}

@@ -14,8 +14,8 @@ from dapo_jax.data.containers import Rollout
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.architecture import Choices
 from dapo_jax.parallel.sharding import replicated
-from dapo_jax.rollout.engine import Begun, Request
 from dapo_jax.rollout.expert_records import ExpertRecords
+from dapo_jax.rollout.responses import Begun, Request
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 
 CHOICES = Choices(layers=1, per_token=1, dtype="int8")

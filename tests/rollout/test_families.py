@@ -18,6 +18,7 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight
 from dapo_jax.rollout.engine import Engine
+from dapo_jax.rollout.responses import Request
 from dapo_jax.rollout.sampling import TRAIN
 
 DATA = Path(__file__).parents[1] / "models" / "data"
@@ -25,7 +26,7 @@ NAMES = sorted(path.name for path in DATA.iterdir())
 EVERY_WAY = ("gemma3", "qwen3_moe")  # the others with stretches on one device, and with pages on eight
 ONE = (1, 1, 1)
 KINDS = {"pages": attend_gathered, "stretches": None}
-SMOLLM2 = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser() / "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser() / "SmolLM2-135M-Instruct"
 TEXTS = ["The capital of France is", "1 2 3 4 5 6", "Once upon a time, in a village,", "def fibonacci(n):", "Water"]
 
 
@@ -38,7 +39,7 @@ def sampled(path, kind, shape, given, num_samples=1, **settings):
         built = Engine(engine_settings(mesh, **settings), KINDS[kind])
         try:
             numbers = range(len(given))
-            return built.generate(weights, given, numbers, num_samples=num_samples, purpose=TRAIN, sampling=GREEDY)
+            return built.generate(given, numbers, Request(weights, num_samples, TRAIN, GREEDY))
         finally:
             built.close()
 
@@ -89,9 +90,7 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
     pytest.importorskip("accelerate")
     if not SMOLLM2.exists():
         pytest.skip(f"{SMOLLM2} is missing: scripts/quickstart.sh downloads it")
-    peer = transformers.AutoModelForCausalLM.from_pretrained(
-        SMOLLM2.parent, gguf_file=SMOLLM2.name, dtype=torch.float32
-    )
+    peer = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
     tokenizer = load_tokenizer(SMOLLM2)
     given = [tokenizer.encode(text) for text in TEXTS]
     ends = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}

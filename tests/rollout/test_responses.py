@@ -1,17 +1,20 @@
 """Responses as they grow, also from what an earlier policy has begun."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.rollout.decoding import Chunk
 from dapo_jax.rollout.responses import JoinedResponses, Responses
+from dapo_jax.rollout.shards import ALIVE
 
 LENGTH, EOS, PAD = 10, 2, 0
 
 
 def responses(count, *, limits=None, **options):
-    values = {"max_length": LENGTH, "eos_ids": (EOS,), "pad_id": PAD, "stop": None, "on_finished": None, **options}
-    return Responses(np.full(count, LENGTH) if limits is None else np.array(limits), **values)
+    settings = SimpleNamespace(max_response_length=LENGTH, eos_ids=(EOS,), pad_id=PAD)
+    return Responses(np.full(count, LENGTH) if limits is None else np.array(limits), settings, **options)
 
 
 def chunk(*rows):
@@ -58,6 +61,6 @@ def test_joined_responses_have_the_rows_of_one_after_the_other():
     joined.parts = {0: first, 2: second}
     joined.add(chunk([EOS, 9], [5, 6], [7, EOS]), np.array([1, 3, 4]), np.array([0, 0, 0]))
     assert first.drawn().tolist() == [0, 1] and second.drawn().tolist() == [0, 2, 2] and handed == [2]
-    assert joined.alive(np.arange(-1, 5)).tolist() == [False, True, False, True, True, False]
+    assert (joined.states(np.arange(-1, 5)) == ALIVE).tolist() == [False, True, False, True, True, False]
     del joined.parts[0]
-    assert joined.alive(np.arange(5)).tolist() == [False, False, True, True, False]
+    assert (joined.states(np.arange(5)) == ALIVE).tolist() == [False, False, True, True, False]

@@ -8,7 +8,7 @@ import pytest
 from rollout.small_rollouts import FREE, SAMPLES, assert_all_pages_are_free, dense, queues_of
 from shapes import mesh_of
 
-from dapo_jax.rollout.engine import Request
+from dapo_jax.rollout.responses import Request
 from dapo_jax.rollout.sampling import TRAIN
 
 TURNS = 3

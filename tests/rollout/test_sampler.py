@@ -17,8 +17,8 @@ from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
 from dapo_jax.rollout.engine import GivenUp
-from dapo_jax.rollout.sampler import Sampler
-from dapo_jax.rollout.stops import check_stop_strings, stop_rule
+from dapo_jax.run.sampler import GroupRollout, Sampler
+from dapo_jax.run.stops import check_stop_strings, stop_rule
 
 TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 
@@ -103,11 +103,14 @@ class _Engine:
 def started(verifiers):
     rows = [PromptRow([{"role": "user", "content": str(i)}], "test", str(i), {}) for i in range(4)]
     sampler = Sampler(TOKENIZER, _Engine(verifiers), None, (), lambda _: nullcontext())
-    verification = Verification(verifiers, TOKENIZER, [rows[row] for row in (3, 0, 2)], 2, check=lambda: None)
-    with sampler.open(
-        None, PromptSet(rows, [[1]] * 4), num_samples=2, purpose=0, sampling=None, num_prompts=3, version=5
-    ) as stream:
-        return stream.sample([3, 0, 2], [7, 8, 9], verification)
+
+    def verify(asked):
+        return Verification(verifiers, TOKENIZER, [rows[row] for row in asked], 2, check=lambda: None)
+
+    row_of = {7: 3, 8: 0, 9: 2}.__getitem__
+    rollout = GroupRollout(sampler, sampler.request(None, 2, 0, None), PromptSet(rows, [[1]] * 4), row_of, verify, 5)
+    rollout.start([7, 8, 9])
+    return rollout.wait
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from rollout.small_rollouts import FREE, SAMPLES, dense
 from shapes import mesh_of
 from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
 
-from dapo_jax import step as step_module
 from dapo_jax.data.prompts import PromptSet
-from dapo_jax.rollout.sampler import Sampler
-from dapo_jax.rollout.segments import Segments, begin_groups, continue_groups
-from dapo_jax.training import train
+from dapo_jax.rollout.sampling import TRAIN
+from dapo_jax.run.sampler import Sampler
+from dapo_jax.run.segments import SegmentedRollout, Segments
+from dapo_jax.training import step as step_module
+from dapo_jax.training.loop import train
 
 FILTER = "algorithm.filter_groups"
 SEGMENTED = {
@@ -40,11 +41,12 @@ def test_a_policy_that_does_not_change_draws_whole_responses(kind, shape, length
     sampler = Sampler(None, built, built.settings.mesh, (), lambda _: nullcontext())
     numbers, prompts = [4, 0, 15, 11, 12], PromptSet([], dense().prompts)
     with jax.set_mesh(sampler.mesh):
-        weights, sizes = dense().on(sampler.mesh), {"num_samples": SAMPLES, "version": 0}
-        groups = begin_groups(sampler, weights, prompts, numbers, numbers, segments, sampling=FREE, **sizes)
+        request = sampler.request(dense().on(sampler.mesh), SAMPLES, TRAIN, FREE)
+        rollout = SegmentedRollout(sampler, request, prompts, int, None, segments=segments, begun=None)
+        groups = rollout.first_segments(numbers)
         for step in range(1, -(-dense().length // length)):
             assert (groups.mask.sum(axis=-1) <= step * length).all()
-            groups = continue_groups(sampler, weights, groups, segments, sampling=FREE)
+            groups = rollout.continued(groups)
     built.close()
     assert segments.ended(groups).all()
     for name in ("responses", "mask", "finished", "logprobs"):

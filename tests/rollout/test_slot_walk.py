@@ -8,9 +8,9 @@ from shapes import ARCH
 from simulate_decoding import Prompts
 
 from dapo_jax.models.flops import token_flops
+from dapo_jax.preflight.rollout import walk_lengths
 from dapo_jax.rollout.layout import Layout, PrefillSize
-from dapo_jax.rollout.queue import Opened, prefill_calls
-from dapo_jax.rollout.work import needed_work, walk_lengths
+from dapo_jax.rollout.queue import Opened, needed_work, prefill_calls
 
 # Seconds by the same roofline of the wave engine that slots replaced, for responses of so many tokens each. It decoded
 # rows that began together, read a prompt's keys once for all samples, and copied survivors to smaller batches.
@@ -49,7 +49,7 @@ def simulated(name: str, *, seed: int = 0, length: int | None = None) -> tuple[S
     history = known(responses, settings.max_response_length)
     queue = Simulation(machine, slots_for(machine, settings, lengths, SAMPLES, history), settings.max_response_length)
     queue.add(lengths, responses)()
-    return queue, queue.counted.computed["decode"] / needed_work(machine.arch, lengths, responses)["decode"]
+    return queue, queue.computed["decode"] / needed_work(machine.arch, lengths, responses)["decode"]
 
 
 def given_up(queue: Simulation) -> int:
@@ -63,7 +63,7 @@ def given_up(queue: Simulation) -> int:
 def test_decoding_a_long_tail_computes_little_more_than_is_needed(name, seed):
     queue, ratio = simulated(name, seed=seed)
     assert ratio < 1.25 and given_up(queue) < 0.01 * 8192
-    assert {shape.slots for shape in queue.counted.decodes} <= {*queue.layout.ladder} and len(queue.layout.ladder) <= 4
+    assert {shape.slots for shape in queue.decodes} <= {*queue.layout.ladder} and len(queue.layout.ladder) <= 4
     most = 1.15 if name == "32B v5p:4x4x8" else 0.85  # with few rows a shard, more slots are faster, and more are empty
     assert queue.seconds < most * LONG_TAIL[name] or seed
 

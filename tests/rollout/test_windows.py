@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from rollout.small_rollouts import SAMPLES, Rollouts, assert_all_pages_are_free, assert_same, queues_of
+from rollout.small_rollouts import FREE, GREEDY, SAMPLES, Rollouts, assert_all_pages_are_free, assert_same, queues_of
+from scatters import scatters, unordered
 from shapes import mesh_of
 
 from dapo_jax.learner.decode_weights import unstack_layers
@@ -15,11 +16,12 @@ from dapo_jax.models.flops import token_flops
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.paged_attention_gpu import attend
+from dapo_jax.preflight.rollout import KnownLengths, walk_lengths
 from dapo_jax.rollout.layout import choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
-from dapo_jax.rollout.queue import Queue
-from dapo_jax.rollout.work import Counting, KnownLengths, needed_work, walk_lengths
+from dapo_jax.rollout.queue import Counting, Queue, needed_work
+from dapo_jax.rollout.sampling import Sampling
 
 DATA = Path(__file__).parents[1] / "models" / "data"
 NAMES = ["gemma3", "gemma2_softcap", "olmo3", "mistral_sliding"]
@@ -113,6 +115,30 @@ def test_work_counts_what_a_window_sees():
     assert needed["prefill"] == 20 * flops.layers + flops.pair * (3 * windowed + full) / 4
     keys = (3 * 40 * 16 + 40 * 20 + 40 * 41 / 2) / 4
     assert needed["decode"] == 2 * (40 * (flops.layers + flops.head) + keys * flops.pair)
+
+
+def test_pages_are_stored_where_no_two_writes_meet():
+    """Both kinds of layers say so, when a prompt is put in its pages and when a chunk becomes one."""
+    engine, (layout, _) = family(SOFTCAP).engine("pages"), layout_of(SOFTCAP)
+    mesh = engine.settings.mesh
+    calls = Calls(engine.settings, family(SOFTCAP).on(mesh), layout, attend_gathered)
+    with jax.set_mesh(mesh):
+        for lowered in (calls.lower_prefill(layout.prefills[-1]), calls.lower_decode(layout.first_shape)):
+            text = lowered.as_text()
+            assert len(scatters(text)) >= 2 and not unordered(text)
+
+
+def test_a_plain_draw_has_no_branch():
+    """Which would end a GPU's graph of kernels at each token; a filtered one has."""
+    engine, (layout, _) = family(SOFTCAP).engine("pages"), layout_of(SOFTCAP)
+    mesh, branches = engine.settings.mesh, []
+    with jax.set_mesh(mesh):
+        for limits in (False, True):
+            calls = Calls(engine.settings, family(SOFTCAP).on(mesh), layout, attend_gathered, limits=limits)
+            text = calls.lower_decode(layout.first_shape).as_text()
+            branches.append("stablehlo.case" in text or "stablehlo.if" in text)
+    assert branches == [False, True]
+    assert not FREE.limits and GREEDY.limits and Sampling.create(1.0, 1.0, -1, min_length=3).limits
 
 
 def layout_of(name, *, free=0.0, lengths=LENGTHS, num_samples=SAMPLES, **changes):
