@@ -17,19 +17,19 @@ from dapo_jax.errors import did_you_mean, say
 
 WRONG_INPUT = 2  # as in command/command_line.py, which takes seconds to import
 COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
-    "train": ("dapo_jax.training", "train a policy: --config RECIPE [--config.key=value ...]"),
+    "train": ("dapo_jax.training.loop", "train a policy: --config RECIPE [--config.key=value ...]"),
     "sweep": ("dapo_jax.tools.sweep", "train several settings with several seeds each, and compare them"),
-    "evaluate": ("dapo_jax.evaluate", "measure a model, or the checkpoints of a run"),
-    "export": ("dapo_jax.export", "write a checkpoint as a Hugging Face model directory"),
+    "evaluate": ("dapo_jax.evaluate.evaluate", "measure a model, or the checkpoints of a run"),
+    "export": ("dapo_jax.export.export", "write a checkpoint as a Hugging Face model directory"),
     "preflight": ("dapo_jax.preflight.__main__", "compile a step for hardware you do not have: memory, costs, advice"),
     "configs": ("dapo_jax.tools.configs", "list the recipes and the launchers, or print one"),
     "data": ("dapo_jax.tools.data", "write gsm8k, dapo-math-17k, aime-2024 or sums as prompt files"),
-    "report": ("dapo_jax.report.__main__", "explain a run, or several side by side, in one HTML page"),
+    "report": ("dapo_jax.tools.report.__main__", "explain a run, or several side by side, in one HTML page"),
     "plot": ("dapo_jax.tools.plot", "draw the curves of runs into one picture"),
     "monitor": ("dapo_jax.tools.monitor", "how the group filter of a run is doing"),
     "plan": ("dapo_jax.tools.plan", "the expected cost of dynamic sampling, before a run"),
-    "env": ("dapo_jax.env", "print what a bug report needs: versions, devices, packages that do not fit"),
-    "from-verl": ("dapo_jax.from_verl.__main__", "translate a verl script into a command"),
+    "env": ("dapo_jax.tools.env", "print what a bug report needs: versions, devices, packages that do not fit"),
+    "from-verl": ("dapo_jax.tools.from_verl.__main__", "translate a verl script into a command"),
 }
 
 

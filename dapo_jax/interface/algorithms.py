@@ -17,7 +17,7 @@ from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.config.sections import ActorConfig, AlgorithmConfig, FilterGroupsConfig
 from dapo_jax.dynamic_sampling import group_filter
 from dapo_jax.errors import InputError
-from dapo_jax.settings import loss_options
+from dapo_jax.learner.actor import loss_options
 
 
 def keep_groups(scores: Any, **options: Any) -> np.ndarray:

@@ -7,17 +7,17 @@ import numpy as np
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.config.derived import keeps_some
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import AlgorithmConfig
 from dapo_jax.errors import InputError
-from dapo_jax.learner.choices import uses_critic
-from dapo_jax.learner.learner import Learner
+from dapo_jax.learner.learner import Batching
+from dapo_jax.learner.networks import uses_critic
 from dapo_jax.parallel.sharding import put_rows
 
 BY_PROMPT = "group-token-mean"  # the mean of a loss in which each prompt counts the same
 
 
-def comparing_groups(learner: Learner, config: Config, shape: tuple[int, ...], groups: Any) -> Any:
-    """The estimator of `learner` with the responses of equal names in `groups` as a group.
+def comparing_groups(batching: Batching, shape: tuple[int, ...], groups: Any) -> Any:
+    """The estimator of `batching` with the responses of equal names in `groups` as a group.
 
     Args:
         shape: (Q, G) of the samples.
@@ -26,11 +26,11 @@ def comparing_groups(learner: Learner, config: Config, shape: tuple[int, ...], g
     Raises:
         InputError: it compares no groups, or something else follows those of prompts.
     """
-    names, estimator = np.asarray(groups), config.algorithm.adv_estimator
+    names, estimator = np.asarray(groups), batching.algorithm.adv_estimator
     if names.shape != shape:
         raise InputError(f"groups have the shape {names.shape}, but the samples {shape}: name one per response")
-    found = [f"actor.loss_agg_mode={BY_PROMPT}"] * (config.actor.loss_agg_mode == BY_PROMPT)
-    found += ["keep_pos_ratio or keep_neg_ratio below 1"] * keeps_some(config.algorithm)
+    found = [f"actor.loss_agg_mode={BY_PROMPT}"] * (batching.actor.loss_agg_mode == BY_PROMPT)
+    found += ["keep_pos_ratio or keep_neg_ratio below 1"] * keeps_some(batching.algorithm)
     if not needs(named_estimator(estimator), "num_groups"):
         found.append(f"adv_estimator={estimator}, which compares none")
     if found:
@@ -40,12 +40,12 @@ def comparing_groups(learner: Learner, config: Config, shape: tuple[int, ...], g
     def estimate(rewards: Any, mask: Any, group_ids: Any, **rest: Any) -> Any:
         count = len(rewards)  # at least as many as there are groups; rows of padding have this id
         ids = np.pad(numbers, (0, count - len(numbers)), constant_values=count).astype(np.int32)
-        return learner.estimator(rewards, mask, put_rows(ids, learner.mesh), **{**rest, "num_groups": count})
+        return batching.estimator(rewards, mask, put_rows(ids, batching.mesh), **{**rest, "num_groups": count})
 
     return estimate
 
 
-def given_advantages(config: Config, mask: np.ndarray, advantages: np.ndarray) -> Any:
+def given_advantages(algorithm: AlgorithmConfig, mask: np.ndarray, advantages: np.ndarray) -> Any:
     """An estimator whose advantages are these.
 
     Args:
@@ -57,7 +57,7 @@ def given_advantages(config: Config, mask: np.ndarray, advantages: np.ndarray) -
     """
     if advantages.shape not in (mask.shape, mask.shape[:2]):
         raise InputError(f"advantages have the shape {advantages.shape}: it must be {mask.shape[:2]} or {mask.shape}")
-    if uses_critic(config) or keeps_some(config.algorithm):
+    if uses_critic(algorithm) or keeps_some(algorithm):
         raise InputError("advantages do not go with a critic, keep_pos_ratio or keep_neg_ratio: give rewards")
     of_tokens = advantages if advantages.ndim == 3 else advantages[..., None]
     rows = np.where(mask, of_tokens, np.float32(0)).reshape(-1, mask.shape[-1])

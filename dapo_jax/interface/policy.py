@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,29 +12,32 @@ import numpy as np
 
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.named import named_estimator
-from dapo_jax.base_models import read_policy
 from dapo_jax.command.output_directory import new_output
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config, FilterGroupsConfig, RewardConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.data.experience import Experience
-from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError
-from dapo_jax.export import write_policy
+from dapo_jax.export.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.interface.estimates import comparing_groups, given_advantages
 from dapo_jax.interface.samples import Prompt, Samples
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
-from dapo_jax.learner.choices import trained
 from dapo_jax.learner.learner import update
-from dapo_jax.meshes import check_memory, make_meshes
-from dapo_jax.other_runs import find_trained
+from dapo_jax.learner.networks import trained
+from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.memory import reserve_gpu_memory
-from dapo_jax.rollout.sampler import unverified_groups
+from dapo_jax.parallel.stopping import Pace
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.run import build_learner, open_sampler
-from dapo_jax.settings import updates_of_step
+from dapo_jax.run.base_models import read_policy
+from dapo_jax.run.downloads import with_downloads
+from dapo_jax.run.meshes import check_memory, make_meshes
+from dapo_jax.run.networks import build_learner
+from dapo_jax.run.other_runs import find_trained
+from dapo_jax.run.parts import open_sampler
+from dapo_jax.run.sampler import unverified_groups
+from dapo_jax.run.settings import learning_rates
 
 
 class Policy:
@@ -65,12 +68,13 @@ class Policy:
         self.config = config = with_downloads(config, data=False)
         self.arch, self.tokenizer = read_policy(config)
         mesh, sampling_mesh = make_meshes(config, self.arch)
-        check_memory(config, mesh)
+        check_memory(trained(config), config.model, mesh)
+        monitor = Monitor.silent()
         with ExitStack() as stack, jax.set_mesh(mesh):
-            sampler = open_sampler(config, self.arch, self.tokenizer, sampling_mesh, nullcontext)
+            sampler = open_sampler(config, self.arch, self.tokenizer, sampling_mesh, monitor)
             self._sampler = stack.enter_context(sampler)
-            self._learner = build_learner(config, self.arch, self._sampler, mesh, nullcontext)
-            self._models = self._learner.init_models()
+            self._learner = build_learner(config, self.arch, self._sampler, mesh, monitor, Pace(lambda: None))
+            self._models = self._learner.networks.init_models()
             self._open = stack.pop_all()
         self.steps = 0  # that it has learnt from
         self._drawn = 0  # prompts: the address of the next one's draws
@@ -112,16 +116,10 @@ class Policy:
         numbers = range(self._drawn, self._drawn + len(tokens))
         self._drawn += len(tokens)
         with jax.set_mesh(self._sampler.mesh):
-            rollout = self._sampler.engine.generate(
-                self._learner.decode_weights(self._models.actor.params),
-                tokens,
-                numbers,
-                num_samples=n,
-                purpose=TRAIN,
-                sampling=sampling,
-                stop=self._sampler.stop_rule,
-                limits=None if max_tokens is None else np.full(len(tokens) * n, max_tokens),
-            )
+            weights = self._learner.networks.decode_weights(self._models.actor.params)
+            request = self._sampler.request(weights, n, TRAIN, sampling)
+            limits = None if max_tokens is None else np.full(len(tokens) * n, max_tokens)
+            rollout = self._sampler.engine.generate(tokens, numbers, request, limits=limits)
         rows = zip(rollout.responses, rollout.mask, strict=True)
         texts = [self.tokenizer.decode(row[kept].tolist()) for row, kept in rows]
         groups = unverified_groups(rollout, tokens, list(numbers), list(numbers), texts, self.steps)
@@ -132,7 +130,7 @@ class Policy:
         if not len(samples):
             return np.zeros(samples.logprobs.shape, np.float32)
         with jax.set_mesh(self._learner.mesh):
-            rows = rows_of(self._learner, samples.experience, num_groups=len(samples))
+            rows = rows_of(samples.experience, num_groups=len(samples), pad_id=self.tokenizer.pad_id)
             found = policy_statistics(self._learner, self._models.actor.params, rows).logprobs
         found = np.where(rows.mask, found, 0.0).reshape(*samples.finished.shape, -1)
         return np.pad(found, ((0, 0), (0, 0), (0, samples.mask.shape[-1] - found.shape[-1])))
@@ -164,28 +162,25 @@ class Policy:
             raise InputError("step takes rewards, which may have groups, or advantages: give one of the two")
         learner, config = self._learner, self.config
         if groups is not None:
-            estimator = comparing_groups(learner, config, samples.finished.shape, groups)
-            learner = dataclasses.replace(learner, estimator=estimator)
+            learner = learner.estimating(comparing_groups(learner.batching, samples.finished.shape, groups))
         elif advantages is not None:
             advantages = np.asarray(advantages, np.float32)
-            learner = dataclasses.replace(learner, estimator=given_advantages(config, samples.mask, advantages))
+            learner = learner.estimating(given_advantages(config.algorithm, samples.mask, advantages))
             rewards = advantages if advantages.ndim == 2 else advantages.sum(axis=-1, where=samples.mask)
         experience = self._rewarded(samples, rewards)
-        recompute = self.config.actor.old_logprob == "recompute"
-        settings = updates_of_step(self.config, self.arch, self._learner.mesh, self.steps + 1)
+        recompute = config.actor.old_logprob == "recompute"
+        rates, networks = learning_rates(config, self.steps + 1), learner.batching.trained
         if learning_rate is not None:
-            settings = {name: dataclasses.replace(one, learning_rate=learning_rate) for name, one in settings.items()}
-        elif ended := [
-            name for name, one in settings.items() if one.learning_rate == 0 < vars(self.config)[name].optim.lr
-        ]:
+            rates = dict.fromkeys(rates, learning_rate)
+        elif ended := [name for name, rate in rates.items() if rate == 0 < networks[name].options.optim.lr]:
             raise InputError(
                 f"step {self.steps + 1} has a learning rate of 0, as the schedule of {' and '.join(ended)} ended with "
-                f"trainer.total_training_steps={self.config.trainer.total_training_steps}: raise it, set "
+                f"trainer.total_training_steps={config.trainer.total_training_steps}: raise it, set "
                 "optim.min_lr_ratio, or give step a learning_rate"
             )
         with jax.set_mesh(self._learner.mesh):
             batch, metrics = make_batch(learner, experience, self._models, recompute=recompute, kl_coef=0.0)
-            self._models, finish = update(self._learner, self._models, batch, settings)
+            self._models, finish = update(self._learner, self._models, batch, rates)
             found, _ = finish()
         self.steps += 1
         return metrics | found
@@ -273,8 +268,8 @@ def _check_algorithm(config: Config) -> None:
     problems += ["algorithm.use_kl_in_reward=True"] * algorithm.use_kl_in_reward
     problems += ["trainer.rollout_ahead=1"] * bool(config.trainer.rollout_ahead)
     problems += [f"rollout.segment_length={config.rollout.segment_length}"] * bool(config.rollout.segment_length)
-    cosine = [name for name in trained(config) if getattr(config, name).optim.lr_scheduler_type == "cosine"]
+    cosine = [name for name, one in trained(config).items() if one.options.optim.lr_scheduler_type == "cosine"]
     if config.trainer.total_training_steps < 0:  # the caller's data have no epochs
         problems += [f"{name}.optim.lr_scheduler_type=cosine over total_training_steps=-1" for name in cosine]
     if problems:
-        raise InputError(f"a Policy has no {', '.join(problems)}: `train` has, or choose another value")
+        raise InputError(f"Policy does not support {', '.join(problems)}; use train() or another value")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.command.option_uses import without_switched_off
+from dapo_jax.config.places import copy_of, is_address
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
-from dapo_jax.data.json_values import plain
+from dapo_jax.data.row_schema import plain
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import read_config
-from dapo_jax.places import copy_of, is_address
 
 Rows = Any  # dicts, a DataFrame of pandas or polars, a datasets.Dataset, a pyarrow.Table; or the path of a file
 

@@ -1,4 +1,4 @@
-"""Host: the config of a run that names its model alone, with sizes for the devices that are there."""
+"""Host: a config from a model's name alone, with sizes for the devices that are there."""
 
 import logging
 import sys
@@ -10,26 +10,25 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from dapo_jax.base_models import first_model, read_model
+from dapo_jax.config.places import is_address
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import default_config, with_values
 from dapo_jax.data.padding import bucket
 from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.downloads import with_downloads
-from dapo_jax.errors import say
+from dapo_jax.errors import divisors, say
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
-from dapo_jax.meshes import fits_memory, make_meshes
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import context_length
 from dapo_jax.models.weights import weight_table
 from dapo_jax.monitor.records import read_config
-from dapo_jax.parallel.divisors import divisors
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible
-from dapo_jax.places import is_address
-from dapo_jax.problems import read_problems
+from dapo_jax.run.base_models import first_model, read_model
+from dapo_jax.run.downloads import with_downloads
+from dapo_jax.run.meshes import fits_memory, make_meshes
+from dapo_jax.run.problems import read_problems
 
 LONGEST_PROMPT = 2048  # tokens; longer prompts are left out
 PROMPTS, RESPONSE, AT_ONCE = (16, 64), (128, 1024), (16, 64)  # on CPUs, on accelerators: per step, tokens, per pass
@@ -42,7 +41,7 @@ SIZES = (
 
 
 def names_model(name: str) -> bool:
-    """Whether `name` is a model, and no recipe or config file: a directory, .gguf file, address or name on the hub."""
+    """Whether `name` is a model, and no recipe or config file: a directory, address or name on the hub."""
     if name.endswith((".py", ".json", ".yaml", ".yml")):
         return False
     return (
@@ -54,7 +53,7 @@ def config_of_model(model: str) -> ConfigDict:
     """The defaults, with this model and a workdir of its name."""
     config = default_config()
     config.model.path = model
-    config.workdir = f"runs/{Path(model.partition('@')[0]).name.removesuffix('.gguf')}"
+    config.workdir = f"runs/{Path(model.partition('@')[0]).name}"
     return config
 
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_jax import training
 from dapo_jax.command.command_line import processes_of
 from dapo_jax.command.option_uses import without_switched_off
+from dapo_jax.config.places import copy_of, is_address, place_of
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
-from dapo_jax.export import export
+from dapo_jax.export.export import export
 from dapo_jax.interface.configs import AnyConfig, with_changes
 from dapo_jax.interface.policy import Policy
 from dapo_jax.interface.rewards import Reward, with_reward
@@ -19,8 +19,7 @@ from dapo_jax.monitor.mirror import KIND
 from dapo_jax.monitor.records import OnStep, read_metrics, unheard
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.stopping import Stopped
-from dapo_jax.places import copy_of, is_address, place_of
-from dapo_jax.rewards.verifiers import NO_OWN
+from dapo_jax.training import loop as training
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,15 @@ def train(
     before its last step (docs/dynamic_sampling.md).
 
     Args:
-        config: in any form that `load_config` or `default_config` gives, or a recipe's name. Or a model: a directory, a
-            .gguf file, an address or a name on the hub. Then mesh, batch sizes and lengths that are not given are
-            chosen for the model, the data and the devices that are there, and printed.
+        config: in any form that `load_config` or `default_config` gives, or a recipe's name. Or a model: a directory,
+            an address or a name on the hub. Then mesh, batch sizes and lengths that are not given are chosen for the
+            model, the data and the devices that are there, and printed.
         reward: instead of the config's: a function of the response's text, which may also take the ground truth, or in
-            another form of docs/data.md, and returns a number or a dict with "score"; or several
+            another form of docs/rewards.md, and returns a number or a dict with "score"; or several
             by name with their weights, {"correct": (function, 1.0), "short": (other, 0.1)}, whose weighted sum is the
-            score, while the first alone is `acc`; or a list of them. A function that worker processes can load runs
-            there, with limits of time and memory: one of a module, or one of a notebook that uses only imports, plain
-            values and functions like it. Any other, such as a lambda, runs in this process, with a warning, and so do
-            the functions that are weighted with it.
+            score, while the first alone is `acc`; or a list of them. Functions run in worker processes, with limits of
+            time and memory: one that no module has, such as a lambda or one of a notebook, is sent there with what it
+            uses.
         data: rows to train on, instead of the config's: dicts of columns, a DataFrame or a datasets.Dataset, which are
             written to the work directory; or the path of a prompt file. data.prompt_template, prompt_key and answer_key
             say which column is what. Rerun with the same rows to resume: others are refused.
@@ -99,17 +97,17 @@ def train(
         InputError: the config, the model, the data or the devices do not fit together.
         RuntimeError: the run cannot continue, for example because too few groups pass the filter.
     """
-    of_model, own = isinstance(config, str) and names_model(config), NO_OWN
+    of_model = isinstance(config, str) and names_model(config)
     frozen = with_changes("train", config_of_model(str(config)) if of_model else config, options)
     if data is not None or eval_data is not None:
         frozen = with_rows(frozen, data, eval_data)
     if reward is not None:
-        frozen, own = with_reward(frozen, reward)
+        frozen = with_reward(frozen, reward)
     reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)
     with processes_of(frozen):
         try:
             frozen = with_sizes(frozen, options) if of_model else frozen
-            training.train(frozen, own=own, on_step=on_step)
+            training.train(frozen, on_step=on_step)
         except Stopped as reason:
             return TrainResult(frozen, str(reason))
     return TrainResult(frozen)

@@ -1,8 +1,8 @@
 """Device: the policy's loss and its compiled functions. Splitting a mini-batch changes nothing: each piece is a sum."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,13 +17,12 @@ from dapo_jax.algorithms.named import named_loss
 from dapo_jax.algorithms.ratios import off_policy_sequences
 from dapo_jax.algorithms.rollout_correction import OUTLIER
 from dapo_jax.algorithms.token_selection import SELECTIONS
+from dapo_jax.config.derived import candidates
+from dapo_jax.config.sections import ActorConfig, DistillationConfig
 from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch, Tokens
 from dapo_jax.learner.decode_weights import build_decode_weights
-from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import TokenStatistics, most_likely_tokens, response_statistics
-from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable
-from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.attention import BinAttention
+from dapo_jax.learner.trainable import Metrics, Passes, Trainable, WithFrozen, build_trainable
 from dapo_jax.models.experts import RoutingCounts
 from dapo_jax.models.lora import Lora, adapter_table, init_adapters, with_adapters
 from dapo_jax.models.weights import cast_matrices, init_params, weight_table
@@ -37,23 +36,11 @@ RATIO_STEP, RATIO_BUCKETS = 0.01, 201  # ratios are counted by multiples of the 
 class ActorSettings:
     """What the compiled functions depend on."""
 
-    arch: Architecture
-    dtype: Any  # of the operands of matrix products
+    passes: Passes
+    options: ActorConfig
     temperature: float  # of the sampling policy
-    remat: str  # a name of models/remat.py's POLICIES
-    attention: BinAttention
-    chunk_size: int  # tokens whose logits exist at a time on one device
-    loss_mode: str  # a name of LOSSES, or a function of your own
-    loss_options: Mapping[str, float]  # options of the losses by name
-    entropy_coeff: float
-    kl_loss_coef: float  # 0: no KL divergence in the loss
-    kl_loss_type: str
-    optimizer: OptimizerSettings
-    off_policy_mask_threshold: float | None = None  # nats per token; None: no sequence is left out
-    candidates: int = 0  # tokens whose probabilities a teacher's are compared with in the loss; 0: no such loss
-    distillation_weight: float = 0.0  # of that loss
+    distillation: DistillationConfig = DistillationConfig()
     lora: Lora | None = None  # None: all weights are trained
-    compiler_options: Mapping[str, Any] = field(default_factory=dict)  # XLA's, of passes over the layers
 
 
 @dataclass(frozen=True)
@@ -68,11 +55,17 @@ class Actor:
     experts_per_token: int = 0  # 0: no layer has experts
 
 
+def loss_options(options: ActorConfig) -> dict[str, float]:
+    """The options of the policy losses, by name."""
+    clip = {name: getattr(options, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+    return clip | {name: value for name, value in vars(options.policy_loss).items() if name != "loss_mode"}
+
+
 def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
     """The weights of the training forward pass, in the dtype of matrix products."""
     if settings.lora is None:
-        return cast_matrices(params, settings.arch, settings.dtype, tables=False)
-    return with_adapters(frozen, params, settings.lora, settings.dtype)
+        return cast_matrices(params, settings.passes.arch, settings.passes.dtype, tables=False)
+    return with_adapters(frozen, params, settings.lora, settings.passes.dtype)
 
 
 def token_statistics(
@@ -82,18 +75,17 @@ def token_statistics(
     return response_statistics(
         operands(params, frozen, settings),
         batch,
-        arch=settings.arch,
+        settings.passes,
         temperature=settings.temperature,
         remat=remat,
-        attention=settings.attention,
-        chunk_size=settings.chunk_size,
-        entropy_gradient=settings.entropy_coeff != 0,
+        chunk_size=settings.options.logprob_chunk_size,
+        entropy_gradient=settings.options.entropy_coeff != 0,
     )
 
 
 def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
     """This micro-batch's share of the mini-batch's loss, and mergeable metrics."""
-    found, routing = token_statistics(params, frozen, batch, settings, remat=settings.remat)
+    found, routing = token_statistics(params, frozen, batch, settings, remat=settings.passes.remat)
     total, metrics = loss_of(found, batch, settings)
     if routing is not None:
         metrics[ROUTING] = routing
@@ -106,23 +98,24 @@ def loss_of(found: TokenStatistics, batch: MicroBatch, settings: ActorSettings) 
     A metric whose count is 0 is a sum: its shares add up over the mini-batch.
     """
     logprobs, entropy, _, of_candidates = found
-    token_loss, metrics = policy_token_loss(logprobs, batch, settings)
+    options = settings.options
+    token_loss, metrics = policy_token_loss(logprobs, batch, options)
     total = weighted_sum(token_loss, batch.loss_weights, batch.loss_mask)
     metrics["pg_loss"] = Mean(total, jnp.float32(0))
-    if settings.kl_loss_coef:
-        kl = kl_penalty(logprobs, batch.ref_logprobs, settings.kl_loss_type)
+    if options.use_kl_loss and options.kl_loss_coef:
+        kl = kl_penalty(logprobs, batch.ref_logprobs, options.kl_loss_type)
         metrics["kl_loss"] = Mean.of(kl, batch.loss_mask)
-        total += settings.kl_loss_coef * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
-    if settings.candidates:
+        total += options.kl_loss_coef * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
+    if candidates(settings.distillation):
         assert of_candidates is not None
         kl = coarse_reverse_kl(of_candidates, batch.teacher_logprobs)
         metrics["student_mass"] = Mean.of(jnp.sum(jnp.exp(of_candidates), axis=-1), batch.loss_mask)
         metrics["distillation_loss"] = Mean.of(kl, batch.loss_mask)
-        total += settings.distillation_weight * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
-    if settings.entropy_coeff:
+        total += settings.distillation.weight * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
+    if options.entropy_coeff:
         entropy_loss = weighted_sum(entropy, batch.loss_weights, batch.loss_mask)
         metrics["entropy_loss"] = Mean(entropy_loss, jnp.float32(0))
-        total -= settings.entropy_coeff * entropy_loss
+        total -= options.entropy_coeff * entropy_loss
     difference = logprobs - batch.old_logprobs
     ratio, mask = jnp.exp(difference), batch.policy_mask
     metrics |= {
@@ -155,12 +148,12 @@ def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
     return counts.reshape(-1)[:RATIO_BUCKETS]
 
 
-def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
+def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, options: ActorConfig) -> tuple[jax.Array, Metrics]:
     """The policy loss [S, U] of each token, times its importance weight if there are any, and the loss's metrics."""
-    function, weights = named_loss(settings.loss_mode), batch.importance_weights
+    function, weights = named_loss(options.policy_loss.loss_mode), batch.importance_weights
     weighs_itself = needs(function, "importance_weights")
     available = {
-        **settings.loss_options,
+        **loss_options(options),
         "selected": batch.selected,
         "sequences": batch.sequences,
         "importance_weights": jnp.ones_like(logprobs) if weights is None else weights,
@@ -170,20 +163,18 @@ def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSet
     )
     if weights is not None and not weighs_itself:
         token_loss = token_loss * weights
-    if settings.off_policy_mask_threshold is None:
+    if options.off_policy_mask_threshold is None:
         return token_loss, dict(metrics)
-    left_out = drifted(logprobs, batch, settings, batch.sequences)
+    left_out = drifted(logprobs, batch, options, batch.sequences)
     return jnp.where(left_out, 0.0, token_loss), {**metrics, "off_policy_masked": Mean.of(left_out, batch.loss_mask)}
 
 
-def drifted(
-    logprobs: jax.Array, tokens: Tokens, settings: ActorSettings, sequences: jax.Array | None = None
-) -> jax.Array:
+def drifted(logprobs: jax.Array, tokens: Tokens, options: ActorConfig, sequences: jax.Array | None = None) -> jax.Array:
     """Tokens that off-policy sequence masking leaves out, by how likely they were when they were sampled."""
-    assert settings.off_policy_mask_threshold is not None
+    assert options.off_policy_mask_threshold is not None
     sampled = tokens.old_logprobs if tokens.sampled_logprobs is None else tokens.sampled_logprobs
     arrays = logprobs, sampled, tokens.advantages, tokens.loss_mask
-    return off_policy_sequences(*arrays, threshold=settings.off_policy_mask_threshold, sequences=sequences)
+    return off_policy_sequences(*arrays, threshold=options.off_policy_mask_threshold, sequences=sequences)
 
 
 def build_statistics(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> WithFrozen:
@@ -192,8 +183,10 @@ def build_statistics(settings: ActorSettings, mesh: Mesh, frozen: Any = None) ->
     def statistics(params, frozen, batch):
         return token_statistics(params, frozen, batch, settings, remat="none")[0]
 
-    options = dict(settings.compiler_options)
-    return WithFrozen(jax.jit(statistics, out_shardings=replicated(mesh), compiler_options=options), frozen)
+    compiled = jax.jit(
+        statistics, out_shardings=replicated(mesh), compiler_options=dict(settings.passes.compiler_options)
+    )
+    return WithFrozen(compiled, frozen)
 
 
 def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, decode_mesh: Mesh | None = None) -> Actor:
@@ -203,15 +196,16 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
         frozen: with settings.lora, the weights that have the adapters, in the dtype of matrix products.
         decode_mesh: of the decoding weights: the same devices in the same order; None = `mesh`.
     """
-    arch, lora = settings.arch, settings.lora
+    arch, lora, options = settings.passes.arch, settings.lora, settings.options
+    compiler_options, loss = dict(settings.passes.compiler_options), options.policy_loss.loss_mode
     trainable = build_trainable(
         lambda params, frozen, batch: loss_fn(params, frozen, batch, settings),
         weight_table(arch) if lora is None else adapter_table(arch, lora),
         lambda seed: init_params(arch, seed) if lora is None else init_adapters(arch, lora, seed),
-        settings.optimizer,
+        options,
         mesh,
+        compiler_options=compiler_options,
         frozen=frozen,
-        compiler_options=settings.compiler_options,
     )
     whole = replicated(mesh)
 
@@ -219,25 +213,24 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
         return most_likely_tokens(
             operands(params, frozen, settings),
             batch,
-            arch=arch,
-            attention=settings.attention,
-            chunk_size=settings.chunk_size,
-            count=settings.candidates,
+            settings.passes,
+            chunk_size=options.logprob_chunk_size,
+            count=candidates(settings.distillation),
         )
 
     def select(batch, logprobs):
-        function, mask = SELECTIONS[settings.loss_mode], batch.loss_mask
-        if settings.off_policy_mask_threshold is not None:
-            mask = mask & ~drifted(logprobs, batch, settings)
+        function, mask = SELECTIONS[loss], batch.loss_mask
+        if options.off_policy_mask_threshold is not None:
+            mask = mask & ~drifted(logprobs, batch, options)
         arrays = logprobs, batch.old_logprobs, batch.advantages, mask, batch.noise
-        return function(*arrays, **chosen(function, settings.loss_options))
+        return function(*arrays, **chosen(function, loss_options(options)))
 
-    options = dict(settings.compiler_options)
+    most_likely = jax.jit(most_likely, out_shardings=whole, compiler_options=compiler_options)
     return Actor(
         trainable=trainable,
-        decode_weights=build_decode_weights(arch, settings.dtype, decode_mesh or mesh, lora, frozen),
+        decode_weights=build_decode_weights(arch, settings.passes.dtype, decode_mesh or mesh, lora, frozen),
         statistics=build_statistics(settings, mesh, frozen),
-        most_likely=WithFrozen(jax.jit(most_likely, out_shardings=whole, compiler_options=options), frozen),
-        select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
+        most_likely=WithFrozen(most_likely, frozen),
+        select=jax.jit(select, out_shardings=whole) if loss in SELECTIONS else None,
         experts_per_token=arch.experts.per_token if arch.experts is not None else 0,
     )

@@ -21,15 +21,15 @@ from dapo_jax.config.sections import AlgorithmConfig
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
 from dapo_jax.errors import InputError
-from dapo_jax.learner.choices import FOR_ESTIMATORS, needs_statistics
-from dapo_jax.learner.learner import Learner
+from dapo_jax.learner.distillation import ask_teacher
+from dapo_jax.learner.learner import Batching, Learner
+from dapo_jax.learner.networks import FOR_ESTIMATORS, needs_statistics
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import choosing_experts
 from dapo_jax.learner.rows import known_or_0, padded_prompts, rows_like, rows_of, without_unknown
-from dapo_jax.learner.teacher import Teacher, judged
 from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trained_tokens import keep_some, only_high_entropy, selection_noise
-from dapo_jax.learner.update import compute_statistics, compute_values, in_pieces
+from dapo_jax.learner.update import compute_statistics, compute_values
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
@@ -64,28 +64,29 @@ def make_batch(
         hinted: prompts [Q] that hold the reference solution, for an estimator that needs their log-probabilities.
         baselines: [Q, G] rewards of the most likely responses, for an estimator that needs them; NaN = not known.
     """
+    batching, networks = learner.batching, learner.networks
     known = experience.known if baselines is None else experience.known & ~np.isnan(baselines)
-    with learner.stage("batch"):
-        batch = without_unknown(rows_of(learner, experience, num_groups=learner.num_groups), known)
-    if learner.algorithm.overlong_filtering:  # first: what follows selects among the tokens that are trained on
+    with learner.monitor.stage("batch"):
+        batch = without_unknown(rows_of(experience, num_groups=batching.num_groups, pad_id=batching.pad_id), known)
+    if batching.algorithm.overlong_filtering:  # first: what follows selects among the tokens that are trained on
         finished = rows_like(batch, experience.finished)
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
     batch, extra, metrics = add_forward_passes(learner, batch, models, recompute=recompute, hinted=hinted)
     if baselines is not None:
         extra["reward_baselines"] = rows_like(batch, np.where(known, baselines, np.float32(0)))
-    extra |= verdicts_of_rows(learner.algorithm, experience, batch)
-    with learner.stage("adv"):
-        batch, found = add_advantages(learner, experience, batch, extra, kl_coef=kl_coef)
-    if learner.algorithm.overlong_filtering:
+    extra |= verdicts_of_rows(batching.algorithm, experience, batch)
+    with learner.monitor.stage("adv"):
+        batch, found = add_advantages(batching, experience, batch, extra, kl_coef=kl_coef)
+    if batching.algorithm.overlong_filtering:
         found["actor/overlong_filtered"] = float(np.mean(~experience.finished[experience.known]))
-    if learner.teacher is not None:
-        batch, distilled = ask_teacher(learner, learner.teacher, batch, models.actor.params)
+    if networks.teacher is not None:
+        batch, distilled = ask_teacher(learner, networks.teacher, batch, models.actor.params)
         found |= distilled
-    if learner.algorithm.top_entropy_quantile < 1:
-        batch, chosen_tokens = only_high_entropy(batch, extra["entropy"], learner.algorithm.top_entropy_quantile)
+    if batching.algorithm.top_entropy_quantile < 1:
+        batch, chosen_tokens = only_high_entropy(batch, extra["entropy"], batching.algorithm.top_entropy_quantile)
         found |= chosen_tokens
-    if learner.actor.select is not None:
-        batch = dataclasses.replace(batch, noise=selection_noise(learner, experience, batch))
+    if networks.actor.select is not None:
+        batch = dataclasses.replace(batch, noise=selection_noise(batching, experience, batch))
     return batch, metrics | found
 
 
@@ -96,36 +97,37 @@ def add_forward_passes(
 
     The second result holds the arrays [B, R] that advantage estimators may need, by the name of their parameter.
     """
+    batching, networks, stage = learner.batching, learner.networks, learner.monitor.stage
     metrics = {"actor/recomputed_logprobs": float(recompute)}
     extra: dict[str, Any] = {}
-    if recompute or needs_statistics(learner.algorithm):
-        with learner.stage("old_log_prob"):
+    if recompute or needs_statistics(batching.algorithm):
+        with stage("old_log_prob"):
             found = policy_statistics(learner, models.actor.params, batch)
             extra = {name: getattr(found, name) for name in FOR_ESTIMATORS}
     if recompute:
         sampled, batch = batch.old_logprobs, dataclasses.replace(batch, old_logprobs=extra["logprobs"])
-        if learner.options.off_policy_mask_threshold is not None:
+        if batching.actor.off_policy_mask_threshold is not None:
             batch = dataclasses.replace(batch, sampled_logprobs=sampled)
-        batch, correction = correct_rollout(learner, batch, sampled)
+        batch, correction = correct_rollout(batching, batch, sampled)
         extra["importance_weights"] = batch.importance_weights
         metrics |= correction
     if hinted is not None:
-        with learner.stage("old_log_prob"):
+        with stage("old_log_prob"):
             extra["hint_logprobs"] = hint_logprobs(learner, models.actor.params, batch, hinted)
-    if learner.options.use_kl_loss:
-        with learner.stage("ref"):
+    if batching.actor.use_kl_loss:
+        with stage("ref"):
             batch = dataclasses.replace(batch, ref_logprobs=reference_logprobs(learner, batch))
-    if learner.critic is not None:
+    if networks.critic is not None:
         assert models.critic is not None
-        with learner.stage("values"):
-            pieces = learner.micro_batches["critic"]
-            values = compute_values(learner.critic, models.critic.params, batch, pieces, learner.mesh, learner.pace)
+        with stage("values"):
+            params, pieces = models.critic.params, batching.micro_batches["critic"]
+            values = compute_values(networks.critic, params, batch, pieces, batching.mesh, learner.pace)
         batch, extra["values"] = dataclasses.replace(batch, values=values), values
     return batch, extra, metrics
 
 
 def add_advantages(
-    learner: Learner, experience: Experience, batch: Batch, extra: dict[str, np.ndarray], *, kl_coef: float
+    batching: Batching, experience: Experience, batch: Batch, extra: dict[str, np.ndarray], *, kl_coef: float
 ) -> tuple[Batch, Metrics]:
     """Adds advantages (DAPO, equation 9), returns for a critic, and the mask of samples that are kept.
 
@@ -133,46 +135,30 @@ def add_advantages(
         extra: arrays [B, R] that estimators may need, by the name of their parameter.
         kl_coef: of the KL divergence in the reward.
     """
-    rewards, mask = token_rewards(learner, experience, batch, kl_coef), batch.policy_mask
-    advantages, returns = estimate_advantages(learner, rewards, batch, extra)
+    rewards, mask = token_rewards(batching, experience, batch, kl_coef), batch.policy_mask
+    advantages, returns = estimate_advantages(batching, rewards, batch, extra)
     metrics = statistics.advantage_metrics("advantages", advantages[mask])
     metrics |= statistics.advantage_metrics("returns", returns[mask])
     batch = dataclasses.replace(batch, advantages=advantages)
-    if learner.critic is not None:
+    if batch.values is not None:
         batch, values = dataclasses.replace(batch, returns=returns), batch.values[mask]
         metrics |= statistics.advantage_metrics("values", values)
         metrics["critic/vf_explained_var"] = statistics.explained_variance(values, returns[mask])
-    if keeps_some(learner.algorithm):
-        batch, kept = keep_some(learner, experience, batch)
+    if keeps_some(batching.algorithm):
+        batch, kept = keep_some(batching, experience, batch)
         metrics |= kept
     return batch, metrics
 
 
 def policy_statistics(learner: Learner, params: Any, batch: Batch) -> TokenStatistics:
     """Statistics [B, R] of each token by the training forward pass."""
-    return compute_statistics(learner.actor, params, batch, learner.micro_batches["actor"], learner.mesh, learner.pace)
+    networks, pieces = learner.networks, learner.batching.micro_batches["actor"]
+    return compute_statistics(networks.actor, params, batch, pieces, learner.mesh, learner.pace)
 
 
 def reference_logprobs(learner: Learner, batch: Batch) -> np.ndarray:
     """Log-probabilities [B, R] under the reference policy."""
-    return policy_statistics(learner, learner.reference, choosing_experts(batch)).logprobs
-
-
-def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -> tuple[Batch, Metrics]:
-    """Adds the teacher's judgement of each token (algorithms/distillation.py) to the advantages, or as probabilities of
-    the tokens that the policy finds most likely before the update.
-    """
-    options = learner.algorithm.distillation
-    with learner.stage("teacher"):
-        if options.form == "top_k":
-            pieces = learner.micro_batches["actor"]
-            candidates = in_pieces(learner.actor.most_likely, params, batch, pieces, learner.mesh, learner.pace)
-            batch = dataclasses.replace(batch, candidates=candidates)
-        pieces = teacher.micro_batches
-        size = teacher.vocab_size  # tokens beyond it read as its last, on every mesh
-        read = dataclasses.replace(batch, responses=np.minimum(batch.responses, size - 1))
-        found = in_pieces(teacher.statistics, teacher.params, read, pieces, learner.mesh, learner.pace)
-        return judged(batch, found, size, weight=options.weight, use_task_rewards=options.use_task_rewards)
+    return policy_statistics(learner, learner.networks.reference, choosing_experts(batch)).logprobs
 
 
 def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Experience:
@@ -181,18 +167,18 @@ def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Exp
     It is taken from the sampler's log-probabilities, which the group filter needs before anything is recomputed. A
     filter or an order by this score depends on no engine, mesh or micro-batch: it leaves out what rounding can make.
     """
-    with learner.stage("ref"):
-        batch = rows_of(learner, experience, num_groups=len(experience))
+    with learner.monitor.stage("ref"):
+        batch = rows_of(experience, num_groups=len(experience), pad_id=learner.batching.pad_id)
         arrays = put((batch.old_logprobs, reference_logprobs(learner, batch)), replicated(learner.mesh))
-        kl = fetch(jitted_kl_penalty(*arrays, estimator=learner.algorithm.kl_penalty))
+        kl = fetch(jitted_kl_penalty(*arrays, estimator=learner.batching.algorithm.kl_penalty))
     kl = np.where(batch.policy_mask, kl, 0.0).reshape(*experience.finished.shape, -1)
     kl = np.pad(kl, ((0, 0), (0, 0), (0, experience.mask.shape[-1] - kl.shape[-1])))
     experience = dataclasses.replace(experience, kl=kl)
-    divergence = experience.divergence(learner.rounding)
+    divergence = experience.divergence(learner.batching.rounding)
     return experience.with_scores(seq_final_reward=experience.scores["seq_reward"] - kl_coef * divergence)
 
 
-def token_rewards(learner: Learner, experience: Experience, batch: Batch, kl_coef: float) -> np.ndarray:
+def token_rewards(batching: Batching, experience: Experience, batch: Batch, kl_coef: float) -> np.ndarray:
     """Reward [B, R] of each token: the response's at the policy's last, less the KL divergence if there is one.
 
     An estimator that compares responses sees no divergence where a group differs by its rounding alone.
@@ -201,24 +187,24 @@ def token_rewards(learner: Learner, experience: Experience, batch: Batch, kl_coe
     rewards = np.asarray(place_rewards(scores, batch.policy_mask))
     if experience.kl is not None:
         kl = experience.kl
-        if needs(named_estimator(learner.algorithm.adv_estimator), "num_groups"):
-            kl = np.where(experience.differs_by_rounding(learner.rounding)[:, None, None], np.float32(0), kl)
+        if needs(named_estimator(batching.algorithm.adv_estimator), "num_groups"):
+            kl = np.where(experience.differs_by_rounding(batching.rounding)[:, None, None], np.float32(0), kl)
         kl = kl.reshape(-1, kl.shape[-1])[:, : batch.mask.shape[1]]
         rewards = rewards - kl_coef * np.pad(kl, ((0, len(rewards) - len(kl)), (0, 0)))
     return rewards.astype(np.float32)
 
 
 def estimate_advantages(
-    learner: Learner, rewards: np.ndarray, batch: Batch, extra: dict[str, np.ndarray]
+    batching: Batching, rewards: np.ndarray, batch: Batch, extra: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns [B, R], computed on the mesh."""
-    function, rows = named_estimator(learner.algorithm.adv_estimator), len(rewards)
-    num_groups = learner.num_groups
-    missing = -rows % num_batch_shards(learner.mesh)
+    function, rows = named_estimator(batching.algorithm.adv_estimator), len(rewards)
+    num_groups = batching.num_groups
+    missing = -rows % num_batch_shards(batching.mesh)
     group_ids = np.pad(batch.group_ids, (0, missing), constant_values=num_groups)  # rows of padding
-    arrays = put_rows((rewards, batch.policy_mask, group_ids, chosen(function, extra)), learner.mesh)
+    arrays = put_rows((rewards, batch.policy_mask, group_ids, chosen(function, extra)), batching.mesh)
     options = {"num_groups": num_groups} if needs(function, "num_groups") else {}
-    advantages, returns = fetch(learner.estimator(*arrays[:3], **arrays[3], **options))
+    advantages, returns = fetch(batching.estimator(*arrays[:3], **arrays[3], **options))
     return advantages[:rows], returns[:rows]
 
 
@@ -244,15 +230,15 @@ def verdicts_of_rows(algorithm: AlgorithmConfig, experience: Experience, batch: 
     return found
 
 
-def correct_rollout(learner: Learner, batch: Batch, sampled: np.ndarray) -> tuple[Batch, Metrics]:
+def correct_rollout(batching: Batching, batch: Batch, sampled: np.ndarray) -> tuple[Batch, Metrics]:
     """Importance weights and rejection for a sampler that differs from the training pass, and their metrics.
 
     Once actor.old_logprob=auto has fallen back, the weights are those of tokens, truncated at FALLBACK_THRESHOLD.
     """
-    settings = learner.algorithm.rollout_correction
-    if learner.options.old_logprob == "auto":
+    settings = batching.algorithm.rollout_correction
+    if batching.actor.old_logprob == "auto":
         settings = dataclasses.replace(settings, rollout_is="token", rollout_is_threshold=FALLBACK_THRESHOLD)
-    arrays = put((batch.old_logprobs, sampled, batch.policy_mask), replicated(learner.mesh))
+    arrays = put((batch.old_logprobs, sampled, batch.policy_mask), replicated(batching.mesh))
     metrics, probabilities = fetch((jitted_mismatch_metrics(*arrays), jitted_probability_metrics(*arrays)))
     if settings.rollout_is != "none":
         weights, found = fetch(
@@ -268,7 +254,7 @@ def correct_rollout(learner: Learner, batch: Batch, sampled: np.ndarray) -> tupl
     if settings.rollout_rs:
         bands = map(parse_threshold, settings.rollout_rs_threshold)
         criteria = tuple(zip(settings.rollout_rs, bands, strict=True))
-        trained = put(batch.loss_mask, replicated(learner.mesh))
+        trained = put(batch.loss_mask, replicated(batching.mesh))
         kept, found = fetch(jitted_rejection_mask(*arrays[:2], trained, criteria=criteria))
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & kept)
         metrics |= found
@@ -280,8 +266,9 @@ def correct_rollout(learner: Learner, batch: Batch, sampled: np.ndarray) -> tupl
 def hint_logprobs(learner: Learner, params: Any, batch: Batch, hinted: list[list[int]]) -> np.ndarray:
     """Log-probabilities [B, R] of the same responses after prompts that hold the reference solution (CPO).
 
-    The solution comes on top of data.max_prompt_length; nothing of a hinted prompt is cut.
+    The solution comes on top of data.max_prompt_length; a hinted prompt is never cut.
     """
-    tokens, mask = padded_prompts(learner, hinted + [[]] * (learner.num_groups - len(hinted)))
+    batching = learner.batching
+    tokens, mask = padded_prompts(hinted + [[]] * (batching.num_groups - len(hinted)), batching.pad_id)
     hinted_batch = dataclasses.replace(choosing_experts(batch), prompts=tokens, prompt_mask=mask)
     return policy_statistics(learner, params, hinted_batch).logprobs

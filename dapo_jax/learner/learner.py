@@ -1,4 +1,4 @@
-"""Host: the networks that are trained, and what passes over their batches depend on."""
+"""Host: the networks of a run, what their batches depend on, and the update on one."""
 
 import dataclasses
 import functools
@@ -17,37 +17,79 @@ from dapo_jax.learner.actor import Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.decode_weights import LatestWeights
 from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.networks import Network
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.learner.teacher import Teacher
-from dapo_jax.learner.update import Finish, OnMicroBatch, UpdateSettings, update_critic, update_policy
+from dapo_jax.learner.trainable import WithFrozen
+from dapo_jax.learner.update import Finish, OnMicroBatch, Update, update_critic, update_policy
 from dapo_jax.models.identity import Identity
+from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.monitor.tensorboard import Histograms
-from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.sharding import replicated
 
 
 @dataclass(frozen=True)
-class Learner:
-    """The networks, their compiled functions, and the options of their batches."""
+class Teacher:
+    """A frozen language model that scores the policy's tokens. Its architecture may be another."""
 
-    mesh: Mesh
+    statistics: WithFrozen  # (params, micro-batch) -> TokenStatistics, replicated
+    params: Any  # in the dtype of matrix products
+    vocab_size: int  # its embeddings; the policy may have more
+    micro_batches: MicroBatches
+    identity: Identity
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The compiled functions of all networks, with the weights that are not trained."""
+
     actor: Actor
     critic: Critic | None  # for an estimator that needs values
     reference: Any  # weights for actor.statistics, with a KL divergence; else None
     teacher: Teacher | None  # of on-policy distillation
     loaded: Mapping[str, Identity]  # of the policy and of the models that are not trained, by option
     decode_weights: LatestWeights  # of the policy's parameters, for the sampler
-    estimator: Callable[..., Any]  # see `build_estimator`
     init_models: Callable[[], Models]  # the models before the first step
+
+
+@dataclass(frozen=True)
+class Batching:
+    """What a batch depends on besides the networks."""
+
+    mesh: Mesh  # that trains
     algorithm: AlgorithmConfig
-    options: ActorConfig
+    estimator: Callable[..., Any]  # see `build_estimator`
+    trained: Mapping[str, Network]
+    micro_batches: Mapping[str, MicroBatches]  # of each network that is trained
     num_groups: int  # of a batch
     rounding: float  # nats per token by which two passes over one policy may differ
-    micro_batches: Mapping[str, MicroBatches]  # of the "actor" and of the "critic"
     pad_id: int
     seed: int
-    stage: Stage
-    pace: OnMicroBatch
+
+    @property
+    def actor(self) -> ActorConfig:
+        """The policy's section."""
+        options = self.trained["actor"].options
+        assert isinstance(options, ActorConfig)
+        return options
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Makes batches, and updates the networks on them."""
+
+    networks: Networks
+    batching: Batching
+    monitor: Monitor
+    pace: OnMicroBatch  # is called after each micro-batch; may raise
+
+    @property
+    def mesh(self) -> Mesh:
+        """The one that trains."""
+        return self.batching.mesh
+
+    def estimating(self, estimator: Callable[..., Any]) -> "Learner":
+        """The same with another advantage estimator."""
+        return dataclasses.replace(self, batching=dataclasses.replace(self.batching, estimator=estimator))
 
 
 def build_estimator(algorithm: AlgorithmConfig, vocab_size: int, mesh: Mesh) -> Callable[..., Any]:
@@ -63,35 +105,43 @@ def build_estimator(algorithm: AlgorithmConfig, vocab_size: int, mesh: Mesh) -> 
 
 
 def update(
-    learner: Learner, models: Models, batch: Batch, settings: Mapping[str, UpdateSettings]
+    learner: Learner, models: Models, batch: Batch, learning_rates: Mapping[str, float]
 ) -> tuple[Models, Finish]:
     """Begins all optimizer steps: the critic's, then the policy's (DAPO, equation 8).
 
     The second part of the result waits for them and returns metrics and histograms.
 
     Args:
-        settings: of the "actor" and of the "critic", each if it is updated.
+        learning_rates: of the "actor" and of the "critic", each if it is updated.
     """
+    networks, batching, stage = learner.networks, learner.batching, learner.monitor.stage
     waits: list[tuple[str, Finish, dict[str, float]]] = []
-    if (of_critic := settings.get("critic")) is not None:
-        assert learner.critic is not None and models.critic is not None
-        with learner.stage("update_critic"):
-            critic, wait = update_critic(learner.critic, models.critic, batch, of_critic, learner.mesh, learner.pace)
+
+    def settings(name: str) -> Update:
+        return Update(batching.trained[name], batching.micro_batches[name], learning_rates[name])
+
+    if "critic" in learning_rates:
+        assert networks.critic is not None and models.critic is not None
+        with stage("update_critic"):
+            of_critic = networks.critic, models.critic, batch, settings("critic"), learner.mesh, learner.pace
+            critic, wait = update_critic(*of_critic)
         models = dataclasses.replace(models, critic=critic)
-        waits.append(("update_critic", wait, {"critic/lr": of_critic.learning_rate}))
-    if (of_actor := settings.get("actor")) is not None:
-        learner.decode_weights.drop()
-        with learner.stage("update_actor"):
-            actor, wait = update_policy(learner.actor, models.actor, batch, of_actor, learner.mesh, learner.pace)
+        waits.append(("update_critic", wait, {"critic/lr": learning_rates["critic"]}))
+    if "actor" in learning_rates:
+        networks.decode_weights.drop()
+        with stage("update_actor"):
+            of_actor = networks.actor, models.actor, batch, settings("actor"), learner.mesh, learner.pace
+            actor, wait = update_policy(*of_actor)
         models = dataclasses.replace(models, actor=actor)
-        kl_coef = {"actor/kl_coef": learner.options.kl_loss_coef} if learner.options.use_kl_loss else {}
-        waits.append(("update_actor", wait, {"actor/lr": of_actor.learning_rate, **kl_coef}))
+        options = batching.actor
+        kl_coef = {"actor/kl_coef": options.kl_loss_coef} if options.use_kl_loss else {}
+        waits.append(("update_actor", wait, {"actor/lr": learning_rates["actor"], **kl_coef}))
 
     def finish() -> tuple[dict[str, float], Histograms]:
         metrics: dict[str, float] = {}
         histograms: Histograms = {}
         for name, wait, known in waits:
-            with learner.stage(name):
+            with stage(name):
                 found, distributions = wait()
             metrics |= found | known
             histograms |= distributions

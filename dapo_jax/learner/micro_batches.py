@@ -7,7 +7,7 @@ sequence, and all bins of a batch are equally wide.
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 
 LARGE = 4096  # slots of a share, from which padding costs more than compiling another shape
-SLOTS = "tokens", "positions", "trees", "branches"
 PER_TOKEN = {field.name for field in dataclasses.fields(Tokens)} - {"noise"}  # a pass draws nothing
 
 
@@ -104,28 +103,42 @@ class MicroBatches:
                 yield Pass(self.attention.rounded(width), bins, shares=False)
 
 
+class _Table(NamedTuple):
+    """Where the rows of a pass are: of each, [n] in the order of the bins.
+
+    A row takes slots that follow each other: for its prompt, unless that is in the slots of an earlier row, and for its
+    response without the last token.
+    """
+
+    rows: np.ndarray
+    bins: np.ndarray
+    starts: np.ndarray  # its first slot, of all slots of the pass
+    slots: np.ndarray  # that it takes
+    skipped: np.ndarray  # tokens of its prompt that an earlier row holds
+    roots: np.ndarray  # the slot of its prompt's last token
+    trees: np.ndarray  # numbered from 1 in each bin
+    branches: np.ndarray  # numbered from 1 in each bin
+
+
 class _Packer:
     """Makes the arrays of passes from the rows of a batch."""
 
     def __init__(self, batch: Batch, split: MicroBatches) -> None:
-        self.batch, self.attention = batch, split.attention
-        self.num_shards, self.choices = split.num_shards, split.choices
-        self.prompts = [prompt[mask] for prompt, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
-        self.lengths = batch.mask.sum(axis=1).tolist()
-        self.samples = len(batch.mask) // len(batch.prompts)
+        self.batch, self.num_shards, self.choices = batch, split.num_shards, split.choices
+        self.attention, self.samples = split.attention, len(batch.mask) // len(batch.prompts)
+        self.prompts, self.lengths = np.repeat(batch.prompt_mask.sum(axis=1), self.samples), batch.mask.sum(axis=1)
+        prompts = np.repeat(batch.prompts, self.samples, axis=0)
+        self.tokens = np.concatenate([batch.responses, prompts], axis=1)  # of a prompt, the last has index -1
 
     def num_tokens(self, one: Pass) -> int:
         """Response tokens of the share with the most."""
-        of_bins = [sum(self.lengths[row] for row in rows) for rows in one.bins]
+        of_bins = [self.lengths[np.array(rows, int)].sum() for rows in one.bins]
         return int(np.reshape(of_bins, (self.num_shards, -1)).sum(axis=1).max())
 
     def piece(self, one: Pass, size: int) -> Piece:
         """The micro-batch of a pass, with `size` response tokens for each share of the devices."""
-        each = len(one.bins) // self.num_shards
-        filled = [self._share(one.bins[at : at + each], one, size) for at in range(0, len(one.bins), each)]
-        slots = {name: np.concatenate([of_share[0][name] for of_share in filled]) for name in filled[0][0]}
-        targets = {name: np.stack([of_share[1][name] for of_share in filled]) for name in filled[0][1]}
-        rows, columns = targets.pop("rows"), targets.pop("columns")
+        table = self._table(one)
+        sources, sequences, rows, columns = self._targets(table, one, size)
 
         def packed(array: np.ndarray) -> np.ndarray:
             real = (rows >= 0).reshape(rows.shape + (1,) * (array.ndim - 2))
@@ -133,50 +146,77 @@ class _Packer:
 
         fields = {name: getattr(self.batch, name) for name in PER_TOKEN}
         tokens = {name: packed(array) for name, array in fields.items() if array is not None}
-        return Piece(MicroBatch(bins=self.attention.prepare(Bins(**slots)), **targets, **tokens), rows, columns)
+        bins = self.attention.prepare(self._bins(table, one))
+        return Piece(MicroBatch(bins=bins, sources=sources, sequences=sequences, **tokens), rows, columns)
 
-    def _share(
-        self, bins: list[list[int]], one: Pass, size: int
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The arrays of a share: [n, T] of the slots of its bins, [size] of its response tokens."""
-        slots: dict[str, Any] = {name: np.zeros(len(bins) * one.width, np.int32) for name in SLOTS}
-        if self.choices is not None:
-            layers, per_token, dtype = self.choices
-            slots["experts"] = np.full((len(bins) * one.width, layers, per_token), -1, dtype)
-        targets = {name: np.zeros(size, np.int32) for name in ("sources", "sequences", "columns")}
-        targets["rows"] = np.full(size, -1, np.int32)
-        target = sequence = 0
+    def _table(self, one: Pass) -> _Table:
+        rows = np.array([row for rows in one.bins for row in rows], int)
+        bins, numbers = np.repeat(np.arange(len(one.bins)), [len(rows) for rows in one.bins]), np.arange(len(rows))
+        opens, prompts = np.diff(bins, prepend=-1) != 0, self.prompts[rows]
+        plants = opens | (np.diff(rows // self.samples, prepend=-1) != 0) | (not one.shares)
+        skipped, planted = np.where(plants, 0, prompts), np.cumsum(plants)
+        slots = prompts - skipped + self.lengths[rows] - 1
+        before = np.cumsum(slots) - slots
+        starts = before - _latest(before, opens) + bins * one.width
+        roots, trees = _latest(starts + prompts - 1, plants), planted - _latest(planted, opens) + 1
+        return _Table(rows, bins, starts, slots, skipped, roots, trees, numbers - _latest(numbers, opens) + 1)
 
-        def put(slot: int, tokens: np.ndarray, position: int, tree: int, branch: int, experts: Any) -> int:
-            """Fills slots, and returns the one after them."""
-            end = slot + len(tokens)
-            for name, values in zip(SLOTS, (tokens, position + np.arange(len(tokens)), tree, branch), strict=True):
-                slots[name][slot:end] = values
-            if experts is not None:
-                known = experts[: len(tokens)]
-                slots["experts"][slot : slot + len(known)] = known
-            return end
+    def _bins(self, table: _Table, one: Pass) -> Bins:
+        of_slots, positions = np.repeat(np.arange(len(table.rows)), table.slots), _counted(table.skipped, table.slots)
+        rows, places = table.rows[of_slots], _counted(table.starts, table.slots)
+        answers = positions - self.prompts[rows]  # place in the response, below 0 in prompts
 
-        for number, rows in enumerate(bins):
-            slot, tree, root = number * one.width, 0, 0  # the last slot of a tree's prompt is its root
-            planted = -1  # the prompt of the tree
-            for branch, row in enumerate(rows, start=1):
-                prompt, length = row // self.samples, self.lengths[row]
-                if prompt != planted or not one.shares:
-                    planted, tree = prompt, tree + 1
-                    slot = put(slot, self.prompts[prompt], 0, tree, 0, self._record(self.batch.prompt_experts, prompt))
-                    root = slot - 1
-                of_row, sequence = slice(target, target + length), sequence + 1
-                targets["sources"][of_row] = [root, *range(slot, slot + length - 1)]
-                targets["sequences"][of_row], targets["rows"][of_row] = sequence, row
-                targets["columns"][of_row] = np.arange(length)
-                fed, record = self.batch.responses[row, : length - 1], self._record(self.batch.experts, row)
-                slot = put(slot, fed, len(self.prompts[prompt]), tree, branch, record)
-                target += length
-        return {name: array.reshape(len(bins), one.width, *array.shape[1:]) for name, array in slots.items()}, targets
+        def filled(values: np.ndarray) -> np.ndarray:
+            return _scattered(values, places, (len(one.bins), one.width))
 
-    def _record(self, records: Any, index: int) -> Any:
-        """The experts of the tokens of a prompt or a response; None if they choose for themselves."""
-        if self.choices is None or records is None or not len(records[index]):
-            return None
-        return records[index]
+        return Bins(
+            tokens=filled(self.tokens[rows, answers]),
+            positions=filled(positions),
+            trees=filled(table.trees[of_slots]),
+            branches=filled(np.where(answers < 0, 0, table.branches[of_slots])),
+            experts=self._experts(table, one, self.choices) if self.choices is not None else None,
+        )
+
+    def _experts(self, table: _Table, one: Pass, choices: Choices) -> np.ndarray:
+        """[N, T, l, k] experts that tokens went to when they were sampled, -1 where that is not known."""
+        layers, per_token, dtype = choices
+        whole = np.full((len(one.bins) * one.width, layers, per_token), -1, dtype)
+        for row, start, slots, skipped in zip(table.rows, table.starts, table.slots, table.skipped, strict=True):
+            held = self.prompts[row] - skipped
+            runs = (self.batch.prompt_experts, row // self.samples, 0, held), (self.batch.experts, row, held, slots)
+            for records, index, first, end in runs:
+                if records is not None and len(records[index]):
+                    known = records[index][: end - first]
+                    whole[start + first : start + first + len(known)] = known
+        return whole.reshape(len(one.bins), one.width, layers, per_token)
+
+    def _targets(self, table: _Table, one: Pass, size: int) -> list[np.ndarray]:
+        """Sources, sequences, rows and columns [S, U] of the response tokens."""
+        lengths, numbers = self.lengths[table.rows], np.arange(len(table.rows))
+        shares, before = table.bins * self.num_shards // len(one.bins), np.cumsum(lengths) - lengths
+        opens = np.diff(shares, prepend=-1) != 0
+        places = _counted(before - _latest(before, opens) + shares * size, lengths)
+        of_tokens, columns = np.repeat(numbers, lengths), _counted(np.zeros_like(lengths), lengths)
+        tails = table.starts + table.slots - lengths  # the slot before a response's first
+        sources = np.where(columns, tails[of_tokens] + columns, table.roots[of_tokens])
+        sources -= (shares * one.width * len(one.bins) // self.num_shards)[of_tokens]
+        sequences = (numbers - _latest(numbers, opens) + 1)[of_tokens]
+        found = (sources, 0), (sequences, 0), (table.rows[of_tokens], -1), (columns, 0)
+        return [_scattered(values, places, (self.num_shards, size), empty) for values, empty in found]
+
+
+def _counted(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """For each pair in turn: start, start + 1, ..., so many numbers."""
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
+def _latest(values: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """For each place the value of the last place, up to it, at which `where` is True; it is at the first."""
+    return values[np.maximum.accumulate(np.where(where, np.arange(len(values)), 0))]
+
+
+def _scattered(values: np.ndarray, places: np.ndarray, shape: tuple[int, int], empty: int = 0) -> np.ndarray:
+    """An int32 array with `values` at these places of its flat form."""
+    whole = np.full(shape, empty, np.int32)
+    whole.reshape(-1)[places] = values
+    return whole

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,22 +10,10 @@ import numpy as np
 import optax
 from flax import struct
 
+from dapo_jax.config.sections import ActorConfig, CriticConfig, OptimConfig
 from dapo_jax.models.weights import Weight
 
 MUON_RMS = 0.2  # of an update of Muon: as large as AdamW's, so that rates and decay can be the same (arXiv:2502.16982)
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982); every parameter decays, as in PyTorch and verl."""
-
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    grad_clip: float  # global norm
-    moments_dtype: Any = jnp.float32  # of the stored moments
-    offload: bool = False  # keep the moments in host memory between updates
-    muon: bool = False  # for the matrices of layers; tables, norms and biases have AdamW
 
 
 @struct.dataclass
@@ -47,26 +34,33 @@ class Models:
     critic: TrainState | None = None
 
 
-def init_state(params: Any, settings: OptimizerSettings, table: Sequence[Weight] = ()) -> TrainState:
+def init_state(params: Any, optim: OptimConfig, table: Sequence[Weight] = ()) -> TrainState:
     """A state with zero moments around `params`.
 
     Args:
         table: the weights of `params`, which says to Muon what a matrix is.
     """
-    moments = _in_dtype(_transformation(settings, table).init(params), params, settings.moments_dtype)
+    moments = _in_dtype(_transformation(optim, table).init(params), params, jnp.dtype(optim.moments_dtype))
     return TrainState(params, moments, jnp.int32(0), jnp.int32(0))
 
 
 def apply_gradients(
-    state: TrainState, gradients: Any, learning_rate: Any, settings: OptimizerSettings, table: Sequence[Weight] = ()
+    state: TrainState,
+    gradients: Any,
+    learning_rate: Any,
+    options: ActorConfig | CriticConfig,
+    table: Sequence[Weight] = (),
 ) -> tuple[TrainState, jax.Array]:
-    """One optimizer step, and the gradients' global norm before clipping. Not finite: only `skipped` changes."""
+    """One optimizer step, and the gradients' global norm before clipping. Not finite: only `skipped` changes.
+
+    Every parameter decays, as in PyTorch and verl.
+    """
     norm = optax.global_norm(gradients)
-    scale = jnp.minimum(1.0, settings.grad_clip / jnp.maximum(norm, 1e-30))
+    scale = jnp.minimum(1.0, options.grad_clip / jnp.maximum(norm, 1e-30))
     clipped = jax.tree.map(lambda gradient: gradient * scale, gradients)
     old = _in_dtype(state.moments, state.params, jnp.float32)
-    directions, moments = _transformation(settings, table).update(clipped, old, state.params)
-    if settings.moments_dtype == jnp.bfloat16:
+    directions, moments = _transformation(options.optim, table).update(clipped, old, state.params)
+    if options.optim.moments_dtype == "bfloat16":
         moments = _rounded(moments, state.params, state.updates)
     params = jax.tree.map(lambda param, direction: param - learning_rate * direction, state.params, directions)
     updated = TrainState(params, moments, state.updates + 1, state.skipped)
@@ -89,12 +83,12 @@ def for_moments(moments: Any, params: Any, default: Any) -> Any:
     return jax.tree_util.tree_map_with_path(found, moments)
 
 
-def _transformation(settings: OptimizerSettings, table: Sequence[Weight]) -> optax.GradientTransformation:
+def _transformation(optim: OptimConfig, table: Sequence[Weight]) -> optax.GradientTransformation:
     """Turns gradients into what is subtracted from the parameters, times the learning rate."""
-    directions = optax.scale_by_adam(*settings.betas, eps=settings.eps)
-    if settings.muon:
+    directions = optax.scale_by_adam(*optim.betas, eps=optim.eps)
+    if optim.optimizer == "muon":
         directions = _with_muon(directions, table)
-    return optax.chain(directions, optax.add_decayed_weights(settings.weight_decay))
+    return optax.chain(directions, optax.add_decayed_weights(optim.weight_decay))
 
 
 def _with_muon(adam: optax.GradientTransformation, table: Sequence[Weight]) -> optax.GradientTransformation:
@@ -144,20 +138,19 @@ def _rounded(moments: Any, params: Any, updates: jax.Array) -> Any:
     return jax.tree.unflatten(structure, [rounded(index, x) if one else x for index, (x, one) in of_both])
 
 
-def learning_rate(
-    step: int, *, lr: float, warmup_steps: int, scheduler: str, total_steps: int, min_ratio: float
-) -> float:
+def learning_rate(optim: OptimConfig, step: int, *, total_steps: int) -> float:
     """Learning rate of training step `step`, from 1: linear warm-up from lr / warmup_steps, then the scheduler.
 
     All mini-batches of a training step share it. Before step 1, where nothing is trained, it is 0. A cosine ends at
-    min_ratio * lr in the last step; without a minimum it reaches 0 one step later, so that the last one learns.
+    min_lr_ratio * lr in the last step; without a minimum it reaches 0 one step later, so that the last one learns.
     """
     if step < 1:
         return 0.0
+    warmup_steps = optim.lr_warmup_steps
     if step <= warmup_steps:
-        return lr * step / warmup_steps
-    if scheduler == "constant":
-        return lr
-    decay_steps = max(total_steps - warmup_steps, 1) + (min_ratio == 0)
-    schedule = optax.cosine_decay_schedule(lr, decay_steps, alpha=min_ratio)
+        return optim.lr * step / warmup_steps
+    if optim.lr_scheduler_type == "constant":
+        return optim.lr
+    decay_steps = max(total_steps - warmup_steps, 1) + (optim.min_lr_ratio == 0)
+    schedule = optax.cosine_decay_schedule(optim.lr, decay_steps, alpha=optim.min_lr_ratio)
     return float(np.asarray(schedule(step - warmup_steps)))

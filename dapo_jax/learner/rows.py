@@ -8,11 +8,10 @@ import numpy as np
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.padding import bucket, pad_prompts
-from dapo_jax.learner.learner import Learner
 from dapo_jax.learner.router_replay import expert_records
 
 
-def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Batch:
+def rows_of(experience: Experience, *, num_groups: int, pad_id: int) -> Batch:
     """The responses as rows with what is known when they were sampled; advantages are 0.
 
     Args:
@@ -23,7 +22,7 @@ def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Bat
     missing = num_groups - given
     longest = int(experience.mask.sum(axis=-1).max())
     length = min(bucket(longest), experience.mask.shape[-1])
-    prompts, prompt_mask = padded_prompts(learner, experience.prompts + [[]] * missing)
+    prompts, prompt_mask = padded_prompts(experience.prompts + [[]] * missing, pad_id)
 
     def flat(array: np.ndarray) -> np.ndarray:
         return np.pad(array[..., :length], ((0, missing), (0, 0), (0, 0))).reshape(num_groups * num_samples, length)
@@ -74,6 +73,6 @@ def known_or_0(experience: Experience, values: np.ndarray) -> np.ndarray:
     return np.where(experience.known, values, np.zeros((), values.dtype))
 
 
-def padded_prompts(learner: Learner, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def padded_prompts(prompts: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as tokens and mask [Q, P]."""
-    return pad_prompts(prompts, bucket(max(len(prompt) for prompt in prompts)), learner.pad_id)
+    return pad_prompts(prompts, bucket(max(len(prompt) for prompt in prompts)), pad_id)

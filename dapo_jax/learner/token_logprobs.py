@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax.data.containers import MicroBatch
+from dapo_jax.learner.trainable import Passes
 from dapo_jax.models import transformer
-from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.experts import RoutingCounts
+from dapo_jax.parallel.ordered_sums import rows_along
 from dapo_jax.parallel.sharding import shards_left, vocabulary_shards
 
 NORMALIZER = "normalizer"  # name of what is kept of a chunk's distributions for the backward pass
@@ -29,11 +29,10 @@ class TokenStatistics(NamedTuple):
 def response_statistics(
     params: transformer.Params,
     batch: MicroBatch,
+    passes: Passes,
     *,
-    arch: Architecture,
     temperature: float,
     remat: str,
-    attention: BinAttention,
     chunk_size: int,
     entropy_gradient: bool,
 ) -> tuple[TokenStatistics, RoutingCounts | None]:
@@ -43,15 +42,15 @@ def response_statistics(
 
     Args:
         params: weights in the dtype of the matrix products.
-        remat, attention: as for `response_hidden`.
+        remat: as for `response_hidden`.
         chunk_size: tokens on one device.
         entropy_gradient: whether the entropy and the squares are differentiated, or only reported.
     """
-    hidden, counts = response_hidden(params, batch, arch=arch, remat=remat, attention=attention)
+    hidden, counts = response_hidden(params, batch, passes, remat=remat)
 
     def chunk_statistics(chunk):
         hidden, tokens, candidates = chunk
-        logits = transformer.logits(params, hidden, arch) / temperature
+        logits = transformer.logits(params, hidden, passes.arch) / temperature
         logprobs, normalizer = chosen_logprobs(logits, tokens)
         log_probabilities = logits - normalizer[..., None]
         if not entropy_gradient:
@@ -94,21 +93,15 @@ chosen_logprobs.defvjp(_chosen_forward, _chosen_backward)
 
 
 def most_likely_tokens(
-    params: transformer.Params,
-    batch: MicroBatch,
-    *,
-    arch: Architecture,
-    attention: BinAttention,
-    chunk_size: int,
-    count: int,
+    params: transformer.Params, batch: MicroBatch, passes: Passes, *, chunk_size: int, count: int
 ) -> jax.Array:
     """The `count` most likely tokens [S, U, K] in the place of each response token, the likeliest first.
 
     Args:
-        params, attention, chunk_size: as for `response_statistics`.
+        params, chunk_size: as for `response_statistics`.
     """
-    hidden, _ = response_hidden(params, batch, arch=arch, remat="none", attention=attention)
-    return _in_chunks(lambda chunk: highest(transformer.logits(params, chunk, arch), count), hidden, chunk_size)
+    hidden, _ = response_hidden(params, batch, passes, remat="none")
+    return _in_chunks(lambda chunk: highest(transformer.logits(params, chunk, passes.arch), count), hidden, chunk_size)
 
 
 def highest(logits: jax.Array, count: int) -> jax.Array:
@@ -154,16 +147,17 @@ def _in_chunks(function: Callable[[Any], Any], arrays: Any, chunk_size: int) -> 
 
 
 def response_hidden(
-    params: transformer.Params, batch: MicroBatch, *, arch: Architecture, remat: str, attention: BinAttention
+    params: transformer.Params, batch: MicroBatch, passes: Passes, *, remat: str
 ) -> tuple[jax.Array, RoutingCounts | None]:
     """Hidden states [S, U, D] float32 that predict each response token, and what the routers did.
 
     Args:
-        remat: a name of models/remat.py's POLICIES.
+        remat: that of `passes`, or "none" without a backward pass.
     """
+    arch, attention = passes.arch, passes.attention
     hidden, counts = transformer.forward_bins(params, batch.bins, arch, kernel=attention, remat=remat)
     of_shares = hidden.reshape(len(batch.sources), -1, hidden.shape[-1])
-    return jnp.take_along_axis(of_shares, batch.sources[:, :, None], axis=1), counts
+    return rows_along(of_shares, batch.sources), counts
 
 
 def _split_columns(x: jax.Array, columns: int) -> jax.Array:

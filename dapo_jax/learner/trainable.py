@@ -1,16 +1,19 @@
-"""Device: what a policy and a value function share: sharded parameters, accumulated gradients, optimizer steps."""
+"""Device: what a policy and a value function share: passes, sharded parameters, gradients, optimizer steps."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dapo_jax.config.sections import ActorConfig, CriticConfig
 from dapo_jax.data.containers import MicroBatch
-from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, for_moments, init_state
+from dapo_jax.learner.optimizer import TrainState, apply_gradients, for_moments, init_state
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.weights import Weight, unflatten, weight_shardings
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 
@@ -18,6 +21,17 @@ HOST = "pinned_host"  # JAX's name of host memory
 Metrics = dict[str, Any]  # Mean or Max, see containers.py, or what else can be merged
 # (params, what is not trained, micro-batch) -> its share of the loss, metrics
 Loss = Callable[[Any, Any, MicroBatch], tuple[jax.Array, Metrics]]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What passes over the layers of a model depend on, on one kind of devices."""
+
+    arch: Architecture
+    dtype: Any  # of the operands of matrix products
+    remat: str  # a name of models/remat.py's POLICIES
+    attention: BinAttention
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)  # XLA's
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,37 +66,39 @@ def build_trainable(
     loss_fn: Loss,
     table: Sequence[Weight],
     init: Callable[[int], Any],
-    optimizer: OptimizerSettings,
+    options: ActorConfig | CriticConfig,
     mesh: Mesh,
     *,
+    compiler_options: Mapping[str, Any],
     frozen: Any = None,
-    compiler_options: Mapping[str, Any] | None = None,
 ) -> Trainable:
     """Compiles (on first use) the training functions of a model whose parameters are sharded over `mesh`.
 
     Args:
         table: the weights that are trained.
         init: seed -> fresh params.
-        frozen: arrays that the loss reads besides the params, or their shapes for lowering alone.
+        options: the optimizer's among them.
         compiler_options: XLA's, of `accumulate`.
+        frozen: arrays that the loss reads besides the params, or their shapes for lowering alone.
     """
+    optim = options.optim
     shardings, whole = weight_shardings(table, mesh, TRAIN_RULES), replicated(mesh)
     abstract_params = unflatten((weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32)) for weight in table)
-    abstract_state = jax.eval_shape(lambda params: init_state(params, optimizer, table), abstract_params)
-    state_shardings, moment_shardings = _state_shardings(abstract_state, shardings, optimizer, mesh)
+    abstract_state = jax.eval_shape(lambda params: init_state(params, optim, table), abstract_params)
+    state_shardings, moment_shardings = _state_shardings(abstract_state, shardings, mesh, offload=optim.offload)
     gradient_shardings = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("data", *x.spec)), shardings)
     copies = mesh.shape["data"]
 
     def apply(state, gradients, rate):
-        if optimizer.offload:
+        if optim.offload:
             state = dataclasses.replace(state, moments=jax.device_put(state.moments, moment_shardings))
-        return apply_gradients(state, jax.tree.map(lambda x: jnp.sum(x, axis=0), gradients), rate, optimizer, table)
+        return apply_gradients(state, jax.tree.map(lambda x: jnp.sum(x, axis=0), gradients), rate, options, table)
 
     return Trainable(
         shardings=shardings,
-        init_random=jax.jit(lambda seed: init_state(init(seed), optimizer, table), out_shardings=state_shardings),
+        init_random=jax.jit(lambda seed: init_state(init(seed), optim, table), out_shardings=state_shardings),
         init_from=jax.jit(
-            lambda params: init_state(params, optimizer, table), out_shardings=state_shardings, donate_argnums=0
+            lambda params: init_state(params, optim, table), out_shardings=state_shardings, donate_argnums=0
         ),
         zero_gradients=jax.jit(
             lambda params: jax.tree.map(lambda x: jnp.zeros((copies, *x.shape), x.dtype), params),
@@ -94,7 +110,7 @@ def build_trainable(
                 in_shardings=(shardings, None, gradient_shardings, batch_sharding(mesh)),
                 out_shardings=(gradient_shardings, whole),
                 donate_argnums=2,
-                compiler_options=dict(compiler_options or {}),
+                compiler_options=dict(compiler_options),
             ),
             frozen,
         ),
@@ -113,12 +129,12 @@ def build_trainable(
 
 
 def _state_shardings(
-    abstract_state: TrainState, shardings: Any, optimizer: OptimizerSettings, mesh: Mesh
+    abstract_state: TrainState, shardings: Any, mesh: Mesh, *, offload: bool
 ) -> tuple[TrainState, Any]:
     """Where the state lies between updates, and where its moments lie during one."""
     whole = replicated(mesh)
     moments = for_moments(abstract_state.moments, shardings, whole)
-    kept = jax.tree.map(lambda x: x.with_memory_kind(HOST) if optimizer.offload and x is not whole else x, moments)
+    kept = jax.tree.map(lambda x: x.with_memory_kind(HOST) if offload and x is not whole else x, moments)
     return TrainState(params=shardings, moments=kept, updates=whole, skipped=whole), moments
 
 

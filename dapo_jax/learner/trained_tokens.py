@@ -8,7 +8,7 @@ import numpy as np
 from dapo_jax.algorithms.kept_samples import keep_samples
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
-from dapo_jax.learner.learner import Learner
+from dapo_jax.learner.learner import Batching
 from dapo_jax.learner.rows import known_or_0, rows_like
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.sharding import fetch, put, replicated
@@ -34,15 +34,15 @@ def only_high_entropy(batch: Batch, entropy: np.ndarray, share: float) -> tuple[
     return dataclasses.replace(batch, advantages=advantages), {"actor/entropy_threshold": float(threshold)}
 
 
-def keep_some(learner: Learner, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
+def keep_some(batching: Batching, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
     """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio, of responses left to train on."""
-    algorithm = learner.algorithm
+    algorithm = batching.algorithm
     scores = rows_like(batch, known_or_0(experience, experience.final_rewards)).astype(np.float32)
     first = batch.advantages[:, 0]  # the same at all tokens of a response
     advantages, kept = fetch(
         jitted_keep_samples(
-            *put((first, scores, batch.group_ids, batch.loss_mask.any(axis=1)), replicated(learner.mesh)),
-            num_groups=learner.num_groups,
+            *put((first, scores, batch.group_ids, batch.loss_mask.any(axis=1)), replicated(batching.mesh)),
+            num_groups=batching.num_groups,
             keep_pos_ratio=algorithm.keep_pos_ratio,
             keep_neg_ratio=algorithm.keep_neg_ratio,
             compute_new_adv=algorithm.compute_new_adv,
@@ -58,7 +58,7 @@ def keep_some(learner: Learner, experience: Experience, batch: Batch) -> tuple[B
     return dataclasses.replace(batch, advantages=processed, loss_mask=loss_mask), metrics
 
 
-def selection_noise(learner: Learner, experience: Experience, batch: Batch) -> np.ndarray:
+def selection_noise(batching: Batching, experience: Experience, batch: Batch) -> np.ndarray:
     """Uniform draws [B, R] for losses that draw tokens, addressed by prompt number, sample and position.
 
     Every epoch over the batch has the same draws.
@@ -66,5 +66,5 @@ def selection_noise(learner: Learner, experience: Experience, batch: Batch) -> n
     num_samples = experience.finished.shape[1]
     numbers = np.zeros(len(batch.mask) // num_samples, np.int32)
     numbers[: len(experience)] = experience.numbers
-    numbers = put(numbers, replicated(learner.mesh))
-    return fetch(position_noise(learner.seed, SELECT, numbers, num_samples, batch.mask.shape[1]))
+    numbers = put(numbers, replicated(batching.mesh))
+    return fetch(position_noise(batching.seed, SELECT, numbers, num_samples, batch.mask.shape[1]))

@@ -16,9 +16,9 @@ from dapo_jax.data.work import Work, efficiencies
 from dapo_jax.learner.actor import RATIO_BUCKETS, RATIO_STEP, ROUTING, Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.networks import Network
 from dapo_jax.learner.optimizer import TrainState
-from dapo_jax.learner.router_metrics import router_metrics
-from dapo_jax.learner.router_replay import choosing_experts
+from dapo_jax.learner.router_replay import choosing_experts, router_metrics
 from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trainable import Metrics, Trainable
 from dapo_jax.monitor.tensorboard import Histograms, counted
@@ -34,20 +34,16 @@ jitted_token_weights = jax.jit(token_weights, static_argnames=("mode", "scale_fa
 
 
 @dataclass(frozen=True)
-class UpdateSettings:
-    """How a batch is split into optimizer steps and passes."""
+class Update:
+    """How a network is updated on the batch of a training step."""
 
-    learning_rate: float
-    mini_batch_rows: int  # responses per optimizer step
+    network: Network
     micro_batches: MicroBatches
-    epochs: int
-    loss_agg_mode: str
-    loss_scale_factor: float
-    count_empty_sequences: bool  # sequence means count rows without a token too
+    learning_rate: float
 
 
 def update_policy(
-    actor: Actor, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh, pace: OnMicroBatch = unpaced
+    actor: Actor, state: TrainState, batch: Batch, settings: Update, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the policy on `batch` (NumPy arrays; whole groups in prompt order).
 
@@ -85,7 +81,7 @@ def update_policy(
 
 
 def update_critic(
-    critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh, pace: OnMicroBatch = unpaced
+    critic: Critic, state: TrainState, batch: Batch, settings: Update, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the critic on `batch`, like `update_policy` but without histograms."""
     state, steps, _ = _optimizer_steps(critic.trainable, state, batch, settings, mesh, pace)
@@ -129,12 +125,12 @@ def sequence_lengths(batch: Batch) -> np.ndarray:
     return np.where(responses, responses + np.repeat(prompts, len(batch.mask) // len(prompts)), 0)
 
 
-def tokens_of_devices(batch: Batch, settings: UpdateSettings) -> np.ndarray:
+def tokens_of_devices(batch: Batch, network: Network, micro_batches: MicroBatches) -> np.ndarray:
     """Tokens [S] of the sequences that each share of the devices passes over in an epoch."""
-    totals = np.zeros(shares := settings.micro_batches.num_shards)
-    for mini_batch in mini_batches(batch, settings.mini_batch_rows):
+    totals = np.zeros(shares := micro_batches.num_shards)
+    for mini_batch in mini_batches(batch, network.mini_batch_rows):
         tokens = sequence_lengths(mini_batch)
-        for one in settings.micro_batches.passes(mini_batch):
+        for one in micro_batches.passes(mini_batch):
             of_bins = [tokens[np.array(rows, int)].sum() for rows in one.bins]
             totals += np.reshape(of_bins, (shares, -1)).sum(axis=1)
     return totals
@@ -166,10 +162,10 @@ def in_pieces(
 
 
 def _optimizer_steps(
-    learner: Trainable,
+    trainable: Trainable,
     state: TrainState,
     batch: Batch,
-    settings: UpdateSettings,
+    settings: Update,
     mesh: Mesh,
     pace: OnMicroBatch,
     prepare: Callable[[TrainState, Batch], Batch] | None = None,
@@ -181,39 +177,39 @@ def _optimizer_steps(
     Mini-batch j is the j-th of `mini_batches`; which rows it holds never depends on their lengths.
     """
     steps, work, micro_batches = [], Work(), settings.micro_batches
-    for _ in range(settings.epochs):
-        for mini_batch in mini_batches(batch, settings.mini_batch_rows):
+    for _ in range(settings.network.options.ppo_epochs):
+        for mini_batch in mini_batches(batch, settings.network.mini_batch_rows):
             if not mini_batch.loss_mask.any():  # nothing to learn: momentum alone must not move the weights
                 continue
             if prepare is not None:
                 mini_batch = prepare(state, mini_batch)
-            mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings, mesh))
-            gradients = learner.zero_gradients(state.params)
+            mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings.network, mesh))
+            gradients = trainable.zero_gradients(state.params)
             parts: list[Metrics] = []
             work += Work(needed=micro_batches.needed(mini_batch))
             for piece in micro_batches.split(mini_batch):
                 work += Work(computed=micro_batches.computed(piece))
                 placed = put(piece.micro_batch, batch_sharding(mesh))
-                gradients, new = learner.accumulate(state.params, gradients, placed)
+                gradients, new = trainable.accumulate(state.params, gradients, placed)
                 settle(gradients)
                 parts.append(new)
                 pace(new)
-            state, norm = learner.apply(state, gradients, np.float32(settings.learning_rate))
+            state, norm = trainable.apply(state, gradients, np.float32(settings.learning_rate))
             settle(state)
             del gradients  # before the next ones are made
             steps.append((functools.reduce(_merge, parts), norm))
     return state, steps, work
 
 
-def _loss_weights(mini_batch: Batch, settings: UpdateSettings, mesh: Mesh) -> np.ndarray:
+def _loss_weights(mini_batch: Batch, network: Network, mesh: Mesh) -> np.ndarray:
     mask, group_ids = put((mini_batch.loss_mask, mini_batch.group_ids), replicated(mesh))
     return fetch(
         jitted_token_weights(
             mask,
             group_ids,
-            mode=settings.loss_agg_mode,
-            num_sequences=float(len(mini_batch.mask)) if settings.count_empty_sequences else None,
-            scale_factor=settings.loss_scale_factor,
+            mode=network.options.loss_agg_mode,
+            num_sequences=float(len(mini_batch.mask)) if network.count_empty_sequences else None,
+            scale_factor=network.loss_scale_factor,
         )
     )
 

@@ -56,7 +56,7 @@ def end_process(error: BaseException, heartbeat_timeout_s: int) -> None:
 def _leave_together() -> None:
     """Leaves JAX's service with the other processes if all have failed, as wrong input makes them.
 
-    If process 0 just ended, JAX would abort those that have not told their reason yet: the service ends with it.
+    If process 0 just ended, JAX would abort those that have not printed their reason yet: the service ends with it.
     """
     client = jax_client()
     if client is None:
@@ -77,7 +77,7 @@ def _tell_others(cause: BaseException) -> None:
 
 
 def _failure_of_another(cause: BaseException | None, limit_s: float) -> str | None:
-    """Prints what JAX says; returns why the first process failed, or None if it has not told.
+    """Prints what JAX says; returns why the first process failed, or None if it gave none.
 
     A killed process tells nothing. JAX's service notices within `limit_s` and ends this process with a message
     that names it.

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from dapo_jax.errors import InputError
-from dapo_jax.parallel.divisors import divisors, nearest
+from dapo_jax.errors import InputError, divisors, nearest
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # for rows of prompts, responses and training batches

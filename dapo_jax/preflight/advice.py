@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import ActorConfig, Config, DataConfig, ModelConfig, OptimConfig
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.preflight.compiled import TEMPORARIES, Compiled
@@ -25,8 +25,10 @@ def advise(
     Args:
         attention: the implementation of attention in training passes on these devices.
     """
-    more_tensor, more_shards = _more_tensor(arch, meshes.sampling.shape), _more_shards(config, meshes.sampling.shape)
-    smaller_passes = [*_smaller_passes(config, attention), *_more_train_tensor(arch, meshes.training.shape)]
+    more_tensor = _more_tensor(arch, meshes.sampling.shape)
+    more_shards = _more_shards(config.actor.optim, meshes.sampling.shape)
+    smaller_passes = _smaller_passes(config.model, config.actor, config.data, attention)
+    smaller_passes += _more_train_tensor(arch, meshes.training.shape)
     fewer_rows = [f"set rollout.max_num_seqs={max(step.rows // 2, config.rollout.n)}", *more_tensor]
     lines = []
     for stage in dict.fromkeys(one.program.stage for one in programs):
@@ -64,9 +66,9 @@ def _smaller_cache(worst: Compiled, step: Step, memory: float, num_samples: int)
     return [f"set rollout.max_num_seqs={fitting}"] if fitting else []
 
 
-def _more_shards(config: Config, mesh: Mapping[str, int]) -> list[str]:
+def _more_shards(optim: OptimConfig, mesh: Mapping[str, int]) -> list[str]:
     """Fewer bytes per device for parameters, gradients and moments."""
-    cures, optim = [], config.actor.optim
+    cures = []
     if mesh["data"] > 1:
         cures.append(f"set mesh.fsdp={mesh['fsdp'] * mesh['data']} and mesh.data=1")
     if not optim.offload:
@@ -76,9 +78,9 @@ def _more_shards(config: Config, mesh: Mapping[str, int]) -> list[str]:
     return [*cures, "use more devices for mesh.fsdp"]
 
 
-def _smaller_passes(config: Config, attention: str) -> list[str]:
+def _smaller_passes(model: ModelConfig, actor: ActorConfig, data: DataConfig, attention: str) -> list[str]:
     """Fewer temporaries of forward and backward passes."""
-    cures, model, actor, data = [], config.model, config.actor, config.data
+    cures = []
     if attention == "xla" and data.max_prompt_length + data.max_response_length >= 2048:
         change = "attention=fused" if model.attention == "xla" else "dtype=bfloat16"
         cures.append(f"set model.{change}: a fused kernel stores no attention scores (on a TPU, or a GPU in bfloat16)")

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from dapo_jax.errors import InputError
-from dapo_jax.parallel.ahead_of_time import compile_ahead
+from dapo_jax.parallel.compilation import compile_ahead
 from dapo_jax.preflight.hlo_costs import Costs, program_costs
 from dapo_jax.preflight.programs import KINDS, Program
 

@@ -126,8 +126,8 @@ def _recorded(text: str, data: DataConfig) -> Lengths:
     if not rows:
         missing = needed[1]
         raise InputError(
-            f"--lengths={text} has no row with {missing} and the other lengths: give the file of a run that trained "
-            f"with this version, or {FORM}"
+            f"--lengths={text} has no row with {missing} and the other lengths: give the file of a run "
+            f"that trained with this version, or {FORM}"
         )
     rows = rows[-LAST_STEPS:]
     seen = {name: float(np.mean([row[name] for row in rows])) for name in needed}

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.config.derived import gen_batch_size, mini_batch_size, uses_reference
+from dapo_jax.config.derived import gen_batch_size, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.data.work import Work
 from dapo_jax.learner.actor import build_actor, build_statistics
-from dapo_jax.learner.choices import needs_statistics, uses_critic
 from dapo_jax.learner.critic import build_critic
+from dapo_jax.learner.networks import needs_statistics, trained
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
@@ -28,8 +28,9 @@ from dapo_jax.parallel.sharding import TRAIN_RULES, weight_sharding
 from dapo_jax.preflight.lengths import Lengths
 from dapo_jax.preflight.rollout import RoundPlan, plan_round
 from dapo_jax.preflight.step_batch import StepBatch
-from dapo_jax.settings import actor_settings, critic_settings, engine_settings
-from dapo_jax.teacher import read_teacher, teacher_micro_batches, teacher_settings
+from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.run.networks import read_teacher, teacher_settings
+from dapo_jax.run.settings import actor_settings, all_micro_batches, engine_settings, micro_batches
 
 # What lies in a device's memory for longer than a call.
 KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")
@@ -89,7 +90,8 @@ def step_programs(
         eos_ids, pad_id: the tokenizer's; they change no shape.
     """
     builder = _Builder(config, arch, meshes, lengths)
-    responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
+    draws = config.rollout
+    responses, prompts = lengths.sample(gen_batch_size(config.data), draws.n)
     with jax.set_mesh(meshes.sampling):
         plan = plan_round(
             engine_settings(config, arch, eos_ids, pad_id, meshes.sampling),
@@ -98,6 +100,7 @@ def step_programs(
             response_lengths=responses,
             prompt_lengths=prompts,
             free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),
+            limits=Sampling.create(draws.temperature, draws.top_p, draws.top_k, draws.min_response_length).limits,
         )
     with jax.set_mesh(meshes.training):
         learning = list(builder.learning())
@@ -129,24 +132,28 @@ class _Builder:
     def __init__(self, config: Config, arch: Architecture, meshes: Meshes, lengths: Lengths) -> None:
         mesh = meshes.training
         self.config, self.arch, self.mesh = config, arch, mesh
-        settings = actor_settings(config, arch, mesh)
+        settings, self.networks = actor_settings(config, arch, mesh), trained(config)
+        passes = settings.passes
+        splits = all_micro_batches(self.networks, config.model, passes.attention, arch, mesh)
         whole = _shapes(weight_table(arch), mesh)
-        frozen = build_freeze(arch, settings.dtype, mesh).lower(whole).out_info
+        frozen = build_freeze(arch, passes.dtype, mesh).lower(whole).out_info
         self.frozen = frozen if settings.lora is not None else None
         self.reference = None
-        if uses_reference(config):
+        if uses_reference(config.algorithm, config.actor):
             self.reference = {} if settings.lora is not None else frozen
         self.actor = build_actor(settings, mesh, self.frozen, decode_mesh=meshes.sampling)
-        self.teacher, self.teaching, splits = None, self.actor.statistics, {}
+        self.teacher, self.teaching = None, self.actor.statistics
         if config.algorithm.distillation.path:
             of_teacher, _ = read_teacher(config)
             teaching = teacher_settings(config, of_teacher, mesh)
-            freeze = build_freeze(of_teacher, teaching.dtype, mesh)
+            freeze = build_freeze(of_teacher, teaching.passes.dtype, mesh)
             self.teacher = freeze.lower(_shapes(weight_table(of_teacher), mesh)).out_info
             self.teaching = build_statistics(teaching, mesh)
-            splits = {"teacher": teacher_micro_batches(config, of_teacher, mesh)}
-        self.batch = StepBatch(config, arch, mesh, lengths, draws=self.actor.select is not None, others=splits)
-        self.critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
+            of_passes = teaching.passes.attention, of_teacher, mesh
+            splits["teacher"] = micro_batches(self.networks["actor"], *of_passes)
+        draws = self.actor.select is not None
+        self.batch = StepBatch(config, self.networks, splits, mesh, lengths, draws=draws)
+        self.critic = build_critic(passes, config.critic, mesh) if "critic" in self.networks else None
         states = [self.actor.trainable.state_shape] + ([self.critic.trainable.state_shape] if self.critic else [])
         weights = [state.params for state in states] + [self.frozen, self.reference, self.teacher]
         moments = [state.moments for state in states]
@@ -241,7 +248,8 @@ class _Builder:
 
     def _update(self, name: str, trainable: Trainable) -> Iterator[Program]:
         """The optimizer steps of the "actor" or the "critic"."""
-        epochs = getattr(self.config, name).ppo_epochs
+        network = self.networks[name]
+        epochs = network.options.ppo_epochs
         state = trainable.state_shape
         zeros = trainable.zero_gradients.lower(state.params)
         gradients = zeros.out_info
@@ -265,7 +273,7 @@ class _Builder:
         yield Program(
             "update",
             f"{name}, optimizer step",
-            self.config.data.train_batch_size / mini_batch_size(self.config, name) * epochs,
+            self.config.data.train_batch_size / network.mini_batch_size * epochs,
             lambda: trainable.apply.lower(state, gradients, np.float32(0)),
             {PARAMETERS: of_params, OPTIMIZER: moments, GRADIENTS: of_gradients},
             {**beside, PARAMETERS: self.state[PARAMETERS] - of_params, OPTIMIZER: self.state[OPTIMIZER] - moments},

@@ -15,30 +15,31 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.base_models import read_model
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size
+from dapo_jax.config.places import place_of
 from dapo_jax.config.recipes import SHAPES
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.errors import InputError, say
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
-from dapo_jax.meshes import check_memory, make_meshes
+from dapo_jax.learner.networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
 from dapo_jax.models.weights import count_params
-from dapo_jax.other_runs import RANDOM, find_trained
 from dapo_jax.parallel.devices import LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.slices import libtpu_name
-from dapo_jax.places import place_of
 from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, compile_program
 from dapo_jax.preflight.hlo_costs import Costs
 from dapo_jax.preflight.lengths import Lengths, all_longest, parse_lengths
 from dapo_jax.preflight.programs import Program, Step, step_programs
-from dapo_jax.settings import chosen_attention, compute_dtype
+from dapo_jax.run.base_models import read_model
+from dapo_jax.run.meshes import check_memory, make_meshes
+from dapo_jax.run.other_runs import RANDOM, find_trained
+from dapo_jax.run.settings import chosen_attention, compute_dtype
 
 USABLE = 0.95  # share of a device's memory: the rest goes to the runtime and to gaps between buffers
 PARTS = ("products", "memory", "collectives", "total")  # of an estimated time
@@ -64,7 +65,7 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
     meshes = _meshes(config, arch, topology)
     mesh = meshes.training
     limits = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name)
-    memory = usable_memory(config, mesh, limits)
+    memory = usable_memory(config.trainer.gpu_memory_fraction, mesh, limits)
     expected = parse_lengths(lengths, config.data) if lengths else None
     usable, cache = memory * USABLE, config.trainer.compilation_cache_dir
     step = step_programs(config, arch, meshes, lengths=all_longest(config.data), memory=usable)
@@ -74,8 +75,8 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
         called = [one for one in other.programs if one.calls and one.key not in keys]
         programs += [dataclasses.replace(one, calls=0.0) for one in called]
     compiled = _compile_all(programs, mesh, cache, progress)
-    attention = chosen_attention(config, arch, mesh)[0]
-    return {
+    attention = chosen_attention(config.model, config.data, arch, mesh)[0]
+    found: dict[str, Any] = {
         "model": {
             "path": config.model.path,
             "parameters": count_params(arch),
@@ -89,7 +90,7 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
         "assumed": {
             "response_length": config.data.max_response_length,
             "rounds": 1,
-            "prompts_sampled": gen_batch_size(config),
+            "prompts_sampled": gen_batch_size(config.data),
             "prompts_trained": config.data.train_batch_size,
         },
         "plan": _plan(step),
@@ -99,8 +100,10 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
         "programs": [as_json(one, limits, other) for one in compiled],
         **totals(compiled, limits, memory),
         "advice": advise(config, arch, meshes, step, compiled, usable, attention=attention),
-        **({"expected": _expected(config, expected, other, compiled, limits)} if expected and other else {}),
     }
+    if expected is not None and other is not None:
+        found["expected"] = _expected(config.data, config.rollout.n, expected, other, compiled, limits)
+    return found
 
 
 def _plan(step: Step) -> dict[str, int]:
@@ -108,14 +111,14 @@ def _plan(step: Step) -> dict[str, int]:
 
 
 def _expected(
-    config: Config, lengths: Lengths, step: Step, compiled: Sequence[Compiled], limits: Limits
+    data: DataConfig, num_samples: int, lengths: Lengths, step: Step, compiled: Sequence[Compiled], limits: Limits
 ) -> dict[str, Any]:
     """The report's entry for a step with these lengths.
 
     Args:
         compiled: at least the programs that the step calls.
     """
-    responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
+    responses, prompts = lengths.sample(gen_batch_size(data), num_samples)
     measured = {one.program.key: one for one in compiled}
     return {
         "lengths": lengths.text,
@@ -134,7 +137,7 @@ def _spread(lengths: np.ndarray) -> dict[str, float]:
 def _meshes(config: Config, arch: Architecture, topology: str) -> Meshes:
     axes = config.mesh
     meshes = make_meshes(config, arch, devices_of(topology, max(axes.data, 1) * axes.fsdp * axes.tensor))
-    check_memory(config, meshes.training)
+    check_memory(trained(config), config.model, meshes.training)
     return meshes
 
 
@@ -147,12 +150,12 @@ def _compile_all(programs: Sequence[Program], mesh: Mesh, cache: str, progress: 
     return compiled
 
 
-def usable_memory(config: Config, mesh: Mesh, limits: Limits) -> float:
-    """Bytes of a device that JAX can use: what is free if the device is here."""
+def usable_memory(share: float, mesh: Mesh, limits: Limits) -> float:
+    """Bytes of a device that JAX can use: what is free if the device is here, else `share` of a GPU's."""
     device = mesh.devices.flat[0]
     if device in jax.devices():
         return free_bytes(mesh)
-    usable = limits.usable_memory(device.platform, config.trainer.gpu_memory_fraction)
+    usable = limits.usable_memory(device.platform, share)
     if usable is None:
         raise InputError(f"the memory of {device.device_kind} is unknown: choose one of {', '.join(LIMITS)}")
     return usable

@@ -10,17 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.config.derived import mini_batch_size
+from dapo_jax.config.derived import candidates
 from dapo_jax.config.sections import Config
 from dapo_jax.data.containers import Batch, MicroBatch
 from dapo_jax.data.padding import bucket
 from dapo_jax.data.work import Work
-from dapo_jax.learner.choices import trained, uses_critic
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.models.architecture import Architecture
+from dapo_jax.learner.networks import Network
 from dapo_jax.parallel.sharding import batch_sharding
 from dapo_jax.preflight.lengths import Lengths
-from dapo_jax.settings import micro_batches
 
 
 @dataclass(frozen=True)
@@ -48,23 +46,23 @@ class StepBatch:
     """What a step trains on.
 
     Args:
+        networks: that are trained.
+        splits: how rows are split for these, and for models that are not trained.
         draws: the policy's loss selects tokens by random draws.
-        others: how rows are split for models that are not trained, by name.
     """
 
     def __init__(
         self,
         config: Config,
-        arch: Architecture,
+        networks: Mapping[str, Network],
+        splits: Mapping[str, MicroBatches],
         mesh: Mesh,
         lengths: Lengths,
         *,
         draws: bool,
-        others: Mapping[str, MicroBatches],
     ) -> None:
-        self.config, self.draws = config, draws
+        self.config, self.networks, self.splits, self.draws = config, networks, splits, draws
         self.responses, self.prompts = lengths.sample(config.data.train_batch_size, config.rollout.n)
-        self.splits = {name: micro_batches(config, arch, mesh, name) for name in trained(config)} | dict(others)
         self.sharding = batch_sharding(mesh)
 
     def passes(self, name: str) -> list[Shape]:
@@ -76,8 +74,8 @@ class StepBatch:
     def updates(self) -> dict[str, list[Shape]]:
         """The micro-batches of an update, by mini-batches, of each model that is trained."""
         return {
-            name: self._shapes(name, mini_batch_size(self.config, name), functools.partial(self._updated, name=name))
-            for name in trained(self.config)
+            name: self._shapes(name, network.mini_batch_size, functools.partial(self._updated, name=name))
+            for name, network in self.networks.items()
         }
 
     def _shapes(self, name: str, size: int, change: Callable[[Batch], Batch]) -> list[Shape]:
@@ -103,7 +101,7 @@ class StepBatch:
     def work(self) -> Work:
         """Of forward passes of the policy in an epoch."""
         split = self.splits["actor"]
-        mini_batches = self._mini_batches(mini_batch_size(self.config, "actor"))
+        mini_batches = self._mini_batches(self.networks["actor"].mini_batch_size)
         return Work(
             sum(shape.count * split.operations(shape.micro_batch, shape.slowest) for shape in self.updates["actor"]),
             sum(times * split.needed(mini) for mini, times in mini_batches),
@@ -139,10 +137,8 @@ class StepBatch:
 
     def _with_candidates(self, batch: Batch) -> Batch:
         """`batch` with the tokens that a teacher scores besides the sampled ones."""
-        options = self.config.algorithm.distillation
-        if not options.path or options.form != "top_k":
-            return batch
-        return dataclasses.replace(batch, candidates=_zeros((*batch.mask.shape, options.top_k), np.int32))
+        count = candidates(self.config.algorithm.distillation)
+        return dataclasses.replace(batch, candidates=_zeros((*batch.mask.shape, count), np.int32)) if count else batch
 
     def _updated(self, batch: Batch, name: str) -> Batch:
         """`batch` with what `make_batch` and the update add to it."""
@@ -152,7 +148,7 @@ class StepBatch:
         names += ["ref_logprobs"] * config.actor.use_kl_loss + ["importance_weights"] * corrected
         masked = config.actor.off_policy_mask_threshold is not None and config.actor.old_logprob == "recompute"
         names += ["sampled_logprobs"] * masked
-        names += ["noise"] * self.draws + ["values", "returns"] * uses_critic(config)
+        names += ["noise"] * self.draws + ["values", "returns"] * ("critic" in self.networks)
         added = {extra: _zeros(batch.mask.shape, np.float32) for extra in names}
         if self.draws and name == "actor":
             added["selected"] = _zeros(batch.mask.shape, np.bool_)

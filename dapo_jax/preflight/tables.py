@@ -11,7 +11,7 @@ from dapo_jax.preflight.compiled import TEMPORARIES
 from dapo_jax.preflight.programs import KINDS
 from dapo_jax.preflight.report import PARTS
 
-REACHED = (0.22, 0.27)  # of the bounds, by decoding and by updates of 0.5B and 1.5B (docs/accelerator_report.md)
+REACHED = (0.22, 0.27)  # of the bounds, by decoding and by updates of 0.5B and 1.5B (docs/speed.md)
 
 
 def tables(report: Mapping[str, Any]) -> str:
@@ -135,7 +135,7 @@ def _work(stages: Mapping[str, Any]) -> list[str]:
 
 
 def _expected(expected: Mapping[str, Any], longest: Mapping[str, Any]) -> list[str]:
-    """The work at the expected lengths beside that of the longest case, and its efficiency."""
+    """The work at the expected lengths next to that of the longest case, and its efficiency."""
     plan, rows = expected["plan"], []
     for name, stage in expected["stages"].items():
         times, most = stage["seconds"] or {}, longest[name]["seconds"] or {}

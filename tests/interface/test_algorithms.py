@@ -11,7 +11,7 @@ import pytest
 import dapo_jax as dx
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.config.sections import ActorConfig
-from dapo_jax.settings import loss_options
+from dapo_jax.learner.actor import loss_options
 
 RNG = np.random.default_rng(0)
 

@@ -9,8 +9,15 @@ import pytest
 
 import dapo_jax as dx
 
-PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/api.md").read_text()
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+
+
+BLOCKS = blocks(PAGE)
 
 
 @pytest.mark.slow
@@ -18,9 +25,21 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in BLOCKS:
-        exec(block, names)
+        exec(block.replace('"runs/larger"', '"runs/larger", "trainer.total_training_steps": 2'), names)
     assert len(names["accuracies"]) == 2 and names["result"].stopped == ""
     assert names["samples"].tokens.shape == (25, 16, 3) and names["gradient"].shape == (4, 3)
+
+
+def test_the_loop_of_the_readme_is_eight_lines_that_learn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [loop] = blocks((ROOT / "README.md").read_text())
+    assert len(loop.split("\n\n")) == 2 and len(list(filter(None, loop.splitlines()))) == 8
+    taken = []
+    monkeypatch.setattr(
+        dx.Policy, "step", lambda policy, *given, step=dx.Policy.step: taken.append(step(policy, *given))
+    )
+    exec(loop.replace("range(100)", "range(3)"), {})
+    assert len(taken) == 3 and taken[-1]["actor/grad_norm"] > 0
 
 
 def test_the_examples_of_the_page_call_what_there_is():

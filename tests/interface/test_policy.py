@@ -1,5 +1,7 @@
 """A policy for loops of one's own."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from small_run import RECIPE
@@ -7,6 +9,8 @@ from small_run import RECIPE
 import dapo_jax as dx
 from dapo_jax.config.values import freeze
 from dapo_jax.interface.estimates import comparing_groups
+from dapo_jax.learner.networks import trained
+from dapo_jax.parallel.stopping import Pace
 
 CHANGES = {
     "data.train_batch_size": 4,
@@ -43,6 +47,10 @@ def learn(policy):
 def learnt(config):
     with dx.Policy(config) as policy:
         yield policy, *learn(policy)
+
+
+def test_the_host_does_not_run_far_ahead_of_an_update(policy):
+    assert isinstance(policy._learner.pace, Pace)
 
 
 def test_sampled_logprobs_are_those_of_the_training_pass(policy):
@@ -109,8 +117,10 @@ def test_what_does_not_fit_is_refused(policy):
         ({"actor.loss_agg_mode": "group-token-mean"}, "groups do not go with actor.loss_agg_mode=group-token-mean"),
         ({"algorithm.adv_estimator": "reinforce_plus_plus"}, "do not go with adv_estimator=reinforce_plus_plus, which"),
     ):
+        config = freeze(dx.load_config(str(RECIPE), changes))
+        batching = dataclasses.replace(policy._learner.batching, algorithm=config.algorithm, trained=trained(config))
         with pytest.raises(dx.InputError, match=message):
-            comparing_groups(policy._learner, freeze(dx.load_config(str(RECIPE), changes)), (2, 4), np.zeros((2, 4)))
+            comparing_groups(batching, (2, 4), np.zeros((2, 4)))
     assert policy.logprobs(samples.select([])).shape == (0, 4, 4)
     for arguments in ({"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}):
         with pytest.raises(dx.InputError, match="at least"):
@@ -123,11 +133,11 @@ def test_what_does_not_fit_is_refused(policy):
             policy.generate([prompt])
     assert policy.step(samples.select([]), np.zeros((0, 4))) == {} and policy.steps == 0
     for changes, message in (
-        ({"algorithm.adv_estimator": "remax"}, "a Policy has no algorithm.adv_estimator=remax"),
+        ({"algorithm.adv_estimator": "remax"}, "Policy does not support algorithm.adv_estimator=remax"),
         ({"actor.ppo_mini_batch_size": 3}, "multiple of"),
         (
             {**COSINE, "trainer.total_training_steps": -1, "trainer.total_epochs": 2},
-            "a Policy has no actor.optim.lr_scheduler_type=cosine over total_training_steps=-1",
+            "Policy does not support actor.optim.lr_scheduler_type=cosine over total_training_steps=-1",
         ),
     ):
         with pytest.raises(dx.InputError, match=message):

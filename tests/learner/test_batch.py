@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
-from dapo_jax import estimator_inputs as inputs_module
-from dapo_jax import run as run_module
-from dapo_jax import training as train_module
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.estimator_inputs import estimator_inputs
 from dapo_jax.learner.batch import make_batch, policy_statistics
 from dapo_jax.learner.learner import update
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
-from dapo_jax.run import open_run
-from dapo_jax.settings import updates_of_step
-from dapo_jax.state import first_state
-from dapo_jax.step import sample_batch, train_on
-from dapo_jax.training import train
+from dapo_jax.run import networks as run_module
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.parts import open_run
+from dapo_jax.run.progress import Progress, kl_coef_of, resumed_coefficient
+from dapo_jax.run.settings import learning_rates
+from dapo_jax.training import estimator_inputs as inputs_module
+from dapo_jax.training import loop as train_module
+from dapo_jax.training.estimator_inputs import estimator_inputs
+from dapo_jax.training.loop import train
+from dapo_jax.training.state import first_state
+from dapo_jax.training.step import sample_batch, train_on
 
 REWARDS = {"gdpo": {"algorithm.gdpo_reward_keys": ("acc", "score")}}  # of estimators
 SHORT = {
@@ -112,7 +112,9 @@ def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path
 @pytest.mark.slow
 def test_a_coefficient_and_a_best_metric_that_the_config_changes_are_taken_from_it(tmp_path, monkeypatch):
     progress = []
-    monkeypatch.setattr(train_module, "summary", lambda config, tasks, last, *rest: progress.append(last) or [])
+    monkeypatch.setattr(
+        train_module, "summary", lambda workdir, trainer, tasks, last, *rest: progress.append(last) or []
+    )
     fixed = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1, "trainer.total_training_steps": 1}
     train(small_config(tmp_path, **fixed, **{"trainer.best_metric": "eval/arithmetic/acc/mean@4"}))
     changed = {"algorithm.kl_ctrl.kl_coef": 0.4, "trainer.total_training_steps": 2}
@@ -126,12 +128,12 @@ def test_a_coefficient_and_a_best_metric_that_the_config_changes_are_taken_from_
 
 def test_an_adapted_coefficient_is_resumed_unless_the_config_says_another(tmp_path):
     config = small_config(tmp_path, **PPO)
-    adapted = Progress(kl_coef=0.3, kl_coef_of=kl_coef_of(config))
+    adapted = Progress(kl_coef=0.3, kl_coef_of=kl_coef_of(config.algorithm))
     other = small_config(tmp_path, **{**PPO, "algorithm.kl_ctrl.kl_coef": 0.4})
     fixed = small_config(tmp_path, **{**PPO, "algorithm.kl_ctrl.type": "fixed"})
-    assert [resumed_coefficient(changed, adapted).kl_coef for changed in (config, other, fixed)] == [0.3, 0.4, 0.1]
+    assert [resumed_coefficient(one.algorithm, adapted).kl_coef for one in (config, other, fixed)] == [0.3, 0.4, 0.1]
     before = Progress(kl_coef=0.3)  # of a checkpoint that does not say
-    assert [resumed_coefficient(changed, before).kl_coef for changed in (config, other, fixed)] == [0.3, 0.3, 0.1]
+    assert [resumed_coefficient(one.algorithm, before).kl_coef for one in (config, other, fixed)] == [0.3, 0.3, 0.1]
 
 
 @pytest.mark.slow
@@ -173,13 +175,13 @@ def accepted(tmp_path_factory):
     config = small_config(tmp_path_factory.mktemp("accepted"))
     with open_run(config, initial_step=0) as run:
         state = first_state(run)
-        weights = run.learner.decode_weights(state.models.actor.params)
+        weights = run.learner.networks.decode_weights(state.models.actor.params)
         batch, _ = sample_batch(run, weights, state.stream, state.progress, 1)
         return config, batch.experience, jax.device_get(state.models)
 
 
 def training_batch(run, experience, *, recompute=False):
-    models = run.learner.init_models()
+    models = run.learner.networks.init_models()
     inputs = estimator_inputs(run, experience, models)
     return make_batch(run.learner, experience, models, recompute=recompute, kl_coef=0.0, **inputs)
 
@@ -213,7 +215,7 @@ def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing
             made[groups], metrics = training_batch(run, chosen, recompute=True)
             assert metrics["actor/overlong_filtered"] == np.mean(~chosen.finished)
             assert metrics.get("actor/kept_samples", 0.5) < 1
-        assert run.learner.estimator._cache_size() == 1
+        assert run.learner.batching.estimator._cache_size() == 1
     one = {"data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1, "actor.ppo_micro_batch_size_per_device": 2}
     with open_run(small_config(config.workdir, **changes, **one)) as run:
         wanted, _ = training_batch(run, experience.select(np.arange(1)), recompute=True)
@@ -232,8 +234,8 @@ def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked
     chosen = experience.select(np.arange(3))
     with open_run(small_config(config.workdir, **changes, **{"actor.count_empty_sequences": count_empty})) as run:
         batch, _ = training_batch(run, chosen)
-        updates = updates_of_step(run.config, run.arch, run.learner.mesh, 1)
-        metrics, _ = update(run.learner, run.learner.init_models(), batch, updates)[1]()
+        models = run.learner.networks.init_models()
+        metrics, _ = update(run.learner, models, batch, learning_rates(run.config, 1))[1]()
     total = -np.sum(batch.advantages, where=batch.mask)  # the ratio is 1
     sequences = (4 if count_empty else 3) * chosen.finished.shape[1]
     assert metrics["actor/pg_loss"] == pytest.approx(total / sequences, rel=1e-3, abs=1e-6)
@@ -300,7 +302,7 @@ def test_rollout_correction_weighs_and_rejects(accepted):
 
 @pytest.mark.slow
 def test_what_an_environment_wrote_rejects_no_response(accepted):
-    """It has no log-probability, so it says nothing of the sampler; nor does it carry the reward."""
+    """It has no log-probability, so it says nothing about the sampler; nor does it carry the reward."""
     experience = accepted[1]
     by_policy = experience.mask & (np.arange(experience.mask.shape[-1]) != 1)
     mixed = dataclasses.replace(experience, by_policy=by_policy, logprobs=np.where(by_policy, experience.logprobs, 0))
@@ -326,7 +328,7 @@ def test_what_was_sampled_is_kept_for_the_off_policy_mask(accepted):
 def test_recomputed_logprobs_are_compared_with_the_samplers_not_with_themselves(accepted, mode):
     progress = Progress(recompute_logprobs=mode == "auto")  # fallen back
     with open_run(small_config(accepted[0].workdir, **{"actor.old_logprob": mode})) as run:
-        metrics, _ = train_on(run, run.learner.init_models(), less_likely(accepted[1]), progress, 1)[1]()
+        metrics, _ = train_on(run, run.learner.networks.init_models(), less_likely(accepted[1]), progress, 1)[1]()
     tokens = accepted[1].num_tokens
     assert metrics["rollout_corr/logprob_abs_diff_max"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["rollout_corr/logprob_outliers"] == pytest.approx(1 / tokens)

@@ -15,8 +15,7 @@ from dapo_jax.data.containers import Batch
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.router_metrics import router_metrics
-from dapo_jax.learner.router_replay import choosing_experts, expert_records, saved_fields
+from dapo_jax.learner.router_replay import choosing_experts, expert_records, router_metrics, saved_fields
 from dapo_jax.learner.update import compute_statistics, mini_batches, update_policy
 from dapo_jax.models.experts import RoutingCounts
 

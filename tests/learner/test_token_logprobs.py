@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import equations
 
 from dapo_jax.learner.token_logprobs import _in_chunks, chosen_logprobs
 
@@ -39,16 +40,6 @@ def test_chosen_logprobs_and_their_gradients():
         for plain in (False, True)
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, expected)
-
-
-def equations(jaxpr, inside=False):
-    """Each equation, those of inner programs too, and whether a loop runs it."""
-    for equation in jaxpr.eqns:
-        yield equation, inside
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner, inside or equation.primitive.name == "scan")
 
 
 def test_the_backward_pass_reads_logits_once_and_none_are_kept():

@@ -13,7 +13,7 @@ from small_policy import actor_on, actor_settings, micro_batch, plain_batch, upd
 from dapo_jax.data.containers import Mean
 from dapo_jax.learner.actor import policy_token_loss
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.update import UpdateSettings, _optimizer_steps, mini_batches, sequence_lengths, tokens_of_devices
+from dapo_jax.learner.update import Update, _optimizer_steps, mini_batches, sequence_lengths, tokens_of_devices
 from dapo_jax.parallel.sharding import fetch
 from dapo_jax.parallel.stopping import unpaced
 
@@ -22,13 +22,13 @@ RESPONSES = np.array([1, 1, 16, 1, 32, 1, 1, 64])
 BATCH = plain_batch(np.arange(8) >= 8 - PROMPTS[:, None], np.arange(64) < RESPONSES[:, None])
 
 
-def settings_of(micro_batches, mini) -> UpdateSettings:
+def settings_of(micro_batches, mini) -> Update:
     return update_settings(micro=micro_batches, mini=mini, lr=0.0, epochs=2)
 
 
 def tokens(shares, rows, *, mini=8, budget=0):
     micro_batches = MicroBatches(shares, budget, 0 if budget else rows)
-    return tokens_of_devices(BATCH, settings_of(micro_batches, mini)).tolist()
+    return tokens_of_devices(BATCH, settings_of(micro_batches, mini).network, micro_batches).tolist()
 
 
 class Recorded:
@@ -75,7 +75,7 @@ def test_the_off_policy_mask_compares_with_the_sampler_and_no_token_is_drawn_tha
         selected = fetch(select(batch, -np.broadcast_to(np.arange(8.0)[:, None], mask.shape) * mask * 0.01))
         assert selected.any() and not selected[4:].any()
         piece = micro_batch(batch.replace(selected=selected))
-    _, metrics = policy_token_loss(jnp.zeros(piece.mask.shape), piece, actor_settings(**changes))
+    _, metrics = policy_token_loss(jnp.zeros(piece.mask.shape), piece, actor_settings(**changes).options)
     assert metrics["off_policy_masked"].total == mask[4:].sum() and metrics["off_policy_masked"].count == mask.sum()
 
 

@@ -2,9 +2,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dapo_jax.parallel import ahead_of_time
-from dapo_jax.parallel.ahead_of_time import EFFORTS, compile_ahead
-from dapo_jax.parallel.compilation import CACHE
+from dapo_jax.parallel import compilation
+from dapo_jax.parallel.compilation import CACHE, EFFORTS, compile_ahead
 from dapo_jax.parallel.mesh import make_mesh
 
 
@@ -48,7 +47,7 @@ def test_another_program_option_mesh_or_compiler_is_compiled(tmp_path, compilati
         assert again() == 5
     finally:
         jax.config.update(effort, before)
-    monkeypatch.setattr(ahead_of_time, "_version", lambda package: "9.9")
+    monkeypatch.setattr(compilation, "_version", lambda package: "9.9")
     assert again() == 6
 
 

@@ -21,8 +21,9 @@ from small_policy import (
     rows,
 )
 
+from dapo_jax.config.sections import DistillationConfig
 from dapo_jax.learner.actor import build_statistics
-from dapo_jax.learner.teacher import ABSENT, judged
+from dapo_jax.learner.distillation import ABSENT, judged
 from dapo_jax.learner.token_logprobs import TokenStatistics, highest, logits_of
 from dapo_jax.learner.update import in_pieces
 from dapo_jax.models.weights import init_params, weight_shardings, weight_table
@@ -30,7 +31,7 @@ from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, put, replica
 from dapo_jax.parallel.stopping import unpaced
 
 WHOLE = {"vocab_size": ARCH.vocab_size, "weight": 2.0}
-TOP_K = {"candidates": 5, "distillation_weight": 0.7}
+TOP_K = {"distillation": DistillationConfig(path="teacher", form="top_k", top_k=5, weight=0.7)}
 WIDER = dataclasses.replace(ARCH, num_layers=1, intermediate_size=96, vocab_size=72)  # more padding, too
 
 
@@ -72,7 +73,7 @@ def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(sha
     np.testing.assert_array_equal(batch.candidates, expected.candidates)
     np.testing.assert_allclose(found, logprobs, atol=1e-5)
     np.testing.assert_allclose(batch.teacher_logprobs, expected.teacher_logprobs, atol=1e-5)
-    divided = gradient_of(batch, micro=split, mesh=mesh, chunk_size=7, **TOP_K)
+    divided = gradient_of(batch, micro=split, mesh=mesh, logprob_chunk_size=7, **TOP_K)
     names = ("actor/distillation_loss", "actor/loss", "actor/grad_norm")
     assert_same_gradient(divided, gradient, names, rtol=1e-4, atol=1e-6)
     assert gradient[1]["actor/distillation_loss"] > 0.1

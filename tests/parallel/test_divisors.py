@@ -9,13 +9,13 @@ import pytest
 from shapes import ARCH
 from small_run import small_config
 
-from dapo_jax.base_models import read_model
 from dapo_jax.command.validation import validate
-from dapo_jax.meshes import check_mesh
+from dapo_jax.errors import divisors, nearest
 from dapo_jax.models.weights import weight_table
-from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
+from dapo_jax.run.base_models import read_model
+from dapo_jax.run.meshes import check_mesh, check_weights
 
 
 def numbers_of(message: str, option: str) -> list[int]:
@@ -92,7 +92,7 @@ def test_batches_are_proposed_that_the_mesh_divides(devices, micro):
     arch, mesh = read_model(config)[0], make_mesh(-1, 1, 1, jax.devices()[:devices])
     with pytest.raises(ValueError, match="must be a multiple of") as refused:
         check_mesh(config, arch, mesh)
-    check_mesh(config, arch, mesh, training=False)  # an evaluation or an export has no batches
+    check_weights(arch, mesh)  # an evaluation or an export has no batches
     mini, small = "actor.ppo_mini_batch_size", "actor.ppo_micro_batch_size_per_device"
     proposed = [{mini: size, "data.train_batch_size": size} for size in numbers_of(str(refused.value), mini)]
     proposed += [{small: size} for size in numbers_of(str(refused.value), small)]

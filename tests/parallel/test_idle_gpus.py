@@ -3,10 +3,10 @@ import pytest
 from shapes import ARCH
 from small_run import small_config
 
-from dapo_jax import run
-from dapo_jax.parallel import idle_gpus as module
-from dapo_jax.parallel.idle_gpus import gpus_of_host, idle_gpus
+from dapo_jax.parallel import platforms as module
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.platforms import gpus_of_host, idle_gpus
+from dapo_jax.run import parts as run
 
 LISTED = "GPU 0: NVIDIA A100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)"
 

@@ -168,7 +168,7 @@ def test_one_model_sampler_and_training_logprobs_agree():
 def test_micro_batches_packing_and_padding_change_no_gradient(mode, split):
     rollout, _, _ = reference()
     whole = gradient_of(batch_of(rollout), micro=32, mode=mode)
-    found = gradient_of(batch_of(rollout, 16), micro=split, mode=mode, chunk_size=7)
+    found = gradient_of(batch_of(rollout, 16), micro=split, mode=mode, logprob_chunk_size=7)
     assert_same_gradient(found, whole, (*METRICS, "actor/ppo_kl"), rtol=1e-4, atol=1e-6)
 
 
@@ -286,7 +286,7 @@ def test_entropy_bonus_and_kl_loss_have_the_gradient_of_what_they_say():
         return jnp.sum(weights * (0.2 * kl - 0.3 * entropy))
 
     packed = jax.tree.map(jnp.asarray, micro_batch(batch))
-    settings = actor_settings(arch=arch, entropy_coeff=0.3, kl_loss_coef=0.2, kl_loss_type="k2", chunk_size=50)
+    settings = actor_settings(arch=arch, entropy_coeff=0.3, kl_loss_coef=0.2, kl_loss_type="k2", logprob_chunk_size=50)
     found = jax.jit(jax.value_and_grad(lambda params: loss_fn(params, None, packed, settings), has_aux=True))
     (loss, metrics), gradient = found(params)
     value, expected_gradient = jax.jit(jax.value_and_grad(expected))(params)

@@ -18,16 +18,16 @@ from ports import free_port
 from shapes import SMALL
 from small_run import rows_without_clock, small_config, unsure_function
 
-from dapo_jax.base_models import read_model
-from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config.derived import checkpoint_dir
-from dapo_jax.export import export
+from dapo_jax.export.export import export
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import gather
-from dapo_jax.settings import actor_settings
+from dapo_jax.run.base_models import read_model
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.settings import actor_settings
 
 EPS = {"actor.optim.eps": 1e-6}  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
 ONE_STEP = {
@@ -46,16 +46,16 @@ import jax
 from dapo_jax.command.command_line import command
 from dapo_jax.errors import InputError
 from dapo_jax.parallel import endings, processes
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
 processes.QUIET_S, processes.JOIN_TIMEOUT_S, endings.TOGETHER_S = 100, 200, {together_s}
-with command(sys.argv) as config:
+with command(sys.argv) as (config, recipe):
     {body}
 """
-TRAINS = "train(config); time.sleep(2 * (jax.process_index() == 0)); raise InputError('no such file')"
+TRAINS = "train(config, recipe=recipe); time.sleep(2 * (jax.process_index() == 0)); raise InputError('no such file')"
 DIFFERS = """print("processes", jax.process_count())
     try:
-        train(config)
+        train(config, recipe=recipe)
     finally:
         time.sleep(2 * jax.process_index())
 """
@@ -108,9 +108,9 @@ def ended(tmp_path_factory):
         started["lost"].append(Process(AT_ONCE + ALONE, options(together(ports[3 + process], process))))
     started["lost"].append(Process(AT_ONCE + ALONE, options({}), of_slurm(1, ports[5])))
     alone = {**ONE_STEP, "workdir": folder / "alone"}
-    started["alone"] = [Process(COMMAND.format("training"), options(alone), one_device)]
+    started["alone"] = [Process(COMMAND.format("train"), options(alone), one_device)]
     cuda = options({"workdir": folder / "cuda"}), {"JAX_PLATFORMS": "cuda"}
-    started["cuda"] = [Process(COMMAND.format("training"), *cuda)]
+    started["cuda"] = [Process(COMMAND.format("train"), *cuda)]
     ends = iter(run_together([process for group in started.values() for process in group]))
     return folder, ports, {name: [next(ends) for _ in group] for name, group in started.items()}
 
@@ -176,9 +176,9 @@ def test_on_kaggles_tpu_machine_a_command_starts_alone():
 
 
 WITHOUT_DEVICE = [  # command, JAX_PLATFORMS, cure
-    ("training", "gpu", "cuda"),
-    ("training", "tpu", "TPU"),
-    ("training", "nonsense", "use cpu, cuda or tpu"),
+    ("train", "gpu", "cuda"),
+    ("train", "tpu", "TPU"),
+    ("train", "nonsense", "use cpu, cuda or tpu"),
     ("evaluate", "cuda", "cuda"),
     ("export", "tpu", "TPU"),
     ("preflight.__main__", "cuda", "cuda"),
@@ -226,7 +226,7 @@ def test_messages_of_any_length_take_few_programs(monkeypatch):
     assert gather(None) == [None] * 2 and len(lengths) < 12
 
 
-# What a run leaves.
+# Run outputs.
 
 
 def words(output: str) -> str:
@@ -241,7 +241,7 @@ def policy(workdir: Path, step: int = 4) -> dict:
     arch, _ = read_model(config)
     mesh = make_mesh(-1, 1, 2)
     shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape.params
-    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=2)
+    checkpoints = Checkpoints(checkpoint_dir(config.workdir, config.trainer), max_to_keep=2)
     try:
         return jax.device_get(checkpoints.restore_policy(step, shape)[0])
     finally:
@@ -272,7 +272,7 @@ WITHOUT_TENSOR = {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device
 # The training command, which receives a signal when it starts to train on a step.
 SIGNALLED = """
 import os
-from dapo_jax import training
+from dapo_jax.training import loop as training
 
 train_step = training.train_step
 
@@ -286,7 +286,7 @@ training.main()
 """
 
 
-def started(workdir, *, number=2, devices=2, command="training", more=(), signals=None, **changes) -> list[Process]:
+def started(workdir, *, number=2, devices=2, command="train", more=(), signals=None, **changes) -> list[Process]:
     """A command in several processes; `signals`: the code of a process that receives one."""
     port, environment = free_port(), {"JAX_NUM_CPU_DEVICES": str(devices)}
     given = {**SMALL, **EPS, "workdir": workdir, **changes}

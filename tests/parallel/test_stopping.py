@@ -1,4 +1,4 @@
-"""When a run that is asked to stop does so, and when it does not."""
+"""When a run stops after a signal, and when it does not."""
 
 import os
 import signal

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from shapes import ARCH, mesh_of, one_device_mesh
 from small_policy import (
+    OPTIONS,
     actor_settings,
     assert_close,
     assert_same_gradient,
@@ -20,6 +21,7 @@ from small_policy import (
     gradient_of,
     logprobs_of,
     micro_batch,
+    passes,
     plain_batch,
     policy_on,
     reference,
@@ -161,7 +163,7 @@ def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
     batch = micro_batch(plain_batch(mask[:, :2], mask, responses=np.full((1, length), 5, np.int32), **weights))
 
     def gradients(dtype):
-        settings = actor_settings(arch=arch, dtype=jnp.dtype(dtype), chunk_size=1)
+        settings = actor_settings(arch=arch, dtype=jnp.dtype(dtype), logprob_chunk_size=1)
         return jax.jit(jax.grad(lambda params: loss_fn(params, None, batch, settings)[0]))(params)
 
     exact, rounded = gradients(jnp.float32), gradients(jnp.bfloat16)
@@ -189,11 +191,13 @@ def test_logits_of_a_large_vocabulary_never_exist_whole():
     bins = Bins(tokens, tokens, tokens, tokens)
     of_rows = {"sources": tokens, "sequences": tokens, "responses": tokens, "mask": mask, "loss_mask": mask}
     batch = MicroBatch(bins=bins, **of_rows, old_logprobs=values, advantages=values)
-    options = {"arch": arch, "temperature": 1.0, "remat": "full", "attention": XLA, "entropy_gradient": False}
+    options = {"temperature": 1.0, "remat": "full", "entropy_gradient": False}
 
     def temporaries(chunk_size):
         def loss(params, batch):
-            return jnp.sum(response_statistics(params, batch, chunk_size=chunk_size, **options)[0].logprobs)
+            return jnp.sum(
+                response_statistics(params, batch, passes(arch=arch), chunk_size=chunk_size, **options)[0].logprobs
+            )
 
         return jax.jit(jax.grad(loss)).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
 
@@ -285,9 +289,9 @@ def test_adapters_do_not_depend_on_the_mesh():
 @pytest.mark.slow
 def test_moments_in_bfloat16_follow_those_in_float32():
     found = {}
-    for dtype in (jnp.float32, jnp.bfloat16):
-        optimizer = dataclasses.replace(actor_settings().optimizer, moments_dtype=dtype)
-        with policy_on(optimizer=optimizer) as (mesh, actor, state):
+    for dtype in ("float32", "bfloat16"):
+        optim = dataclasses.replace(OPTIONS.optim, moments_dtype=dtype)
+        with policy_on(optim=optim) as (mesh, actor, state):
             state, _ = update_policy(actor, state, batch_of(reference()[0]), update_settings(mini=32, epochs=3), mesh)
         moments = state.moments[0].mu, state.moments[0].nu
         assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype(dtype)}
@@ -300,9 +304,9 @@ def test_moments_in_bfloat16_follow_those_in_float32():
 
 @pytest.mark.slow
 def test_muon_does_not_depend_on_the_mesh_and_its_momentum_is_divided():
-    muon, results = dataclasses.replace(actor_settings().optimizer, muon=True), []
+    muon, results = dataclasses.replace(OPTIONS.optim, optimizer="muon"), []
     for shape in ((1, 1, 1), (2, 2, 2)):
-        with policy_on(mesh_of(shape), optimizer=muon) as (mesh, actor, state):
+        with policy_on(mesh_of(shape), optim=muon) as (mesh, actor, state):
             state, _ = step(actor, state, batch_of(reference()[0]), mesh, lr=1e-3)
         results.append(jax.device_get(state.params))
     assert_close(results[1], results[0], 1e-5)

@@ -162,16 +162,20 @@ def absent(kind, platform):
 
 def test_of_a_gpu_only_the_share_that_jax_takes_is_usable():
     config = small_config("unused", **{"trainer.gpu_memory_fraction": 0.5})
-    assert usable_memory(config, absent("NVIDIA H100 80GB HBM3", "gpu"), LIMIT) == 5 * GIB
-    assert usable_memory(config, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
+    assert usable_memory(config.trainer.gpu_memory_fraction, absent("NVIDIA H100 80GB HBM3", "gpu"), LIMIT) == 5 * GIB
+    assert usable_memory(config.trainer.gpu_memory_fraction, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
     with pytest.raises(ValueError, match="the memory of TPU v1 is unknown: choose one of TPU v4, .*H100"):
-        usable_memory(config, absent("TPU v1", "tpu"), limits_of(SimpleNamespace(device_kind="TPU v1")))
+        usable_memory(
+            config.trainer.gpu_memory_fraction,
+            absent("TPU v1", "tpu"),
+            limits_of(SimpleNamespace(device_kind="TPU v1")),
+        )
 
 
 def test_a_device_that_is_here_is_asked_for_its_memory(monkeypatch):
     mesh = make_mesh(8, 1, 1)
     monkeypatch.setattr(report, "free_bytes", {mesh: 3.0 * GIB}.get)
-    assert usable_memory(small_config("unused"), mesh, LIMIT) == 3 * GIB
+    assert usable_memory(0.9, mesh, LIMIT) == 3 * GIB
 
 
 LIMIT = Limits("device", 10 * GIB, 100.0, 10.0, 1.0)

@@ -2,19 +2,23 @@ import numpy as np
 import pytest
 from small_run import small_config
 
-from dapo_jax.base_models import read_model
 from dapo_jax.learner import trainable
-from dapo_jax.meshes import make_meshes
+from dapo_jax.learner.networks import trained
 from dapo_jax.models import paged_attention, paged_attention_gpu
+from dapo_jax.models.attention import XLA
 from dapo_jax.models.flops import token_flops
+from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.preflight import rollout
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
 from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
 from dapo_jax.preflight.step_batch import StepBatch
-from dapo_jax.rollout import devices
-from dapo_jax.rollout.programs import Calls, Programs
-from dapo_jax.training import train
+from dapo_jax.rollout import programs
+from dapo_jax.rollout.programs import Calls
+from dapo_jax.run.base_models import read_model
+from dapo_jax.run.meshes import make_meshes
+from dapo_jax.run.settings import all_micro_batches
+from dapo_jax.training.loop import train
 
 ONE_LAYER = {"model.random.num_layers": 1}
 ONE_STEP = {
@@ -72,7 +76,7 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
         patch.setattr(trainable.WithFrozen, "__call__", called)
         patch.setattr(Programs, "get", got)
         patch.setattr(Calls, "empty", made)
-        patch.setattr(devices, "prefill", seen_by(devices.prefill))
+        patch.setattr(programs, "prefill", seen_by(programs.prefill))
         train(config)
     return seen
 
@@ -164,8 +168,9 @@ def test_pairs_are_those_of_a_bin():
     """By rows, a share of the devices has several bins in a pass, each with all pairs of its slots."""
     config = one_step()
     arch = read_model(config)[0]
-    mesh = make_meshes(config, arch).training
-    (shape,) = StepBatch(config, arch, mesh, all_longest(config.data), draws=False, others={}).updates["actor"]
+    mesh, networks = make_meshes(config, arch).training, trained(config)
+    splits = all_micro_batches(networks, config.model, XLA, arch, mesh)
+    (shape,) = StepBatch(config, networks, splits, mesh, all_longest(config.data), draws=False).updates["actor"]
     bins, slots = shape.micro_batch.bins.tokens.shape
     assert bins > num_batch_shards(mesh) and shape.pairs == slots**2
 

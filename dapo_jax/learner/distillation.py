@@ -1,29 +1,32 @@
 """Host: what a frozen teacher adds to a batch: advantages, or the probabilities that a loss compares (distillation)."""
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.data.containers import Batch
-from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.learner import Learner, Teacher
 from dapo_jax.learner.token_logprobs import TokenStatistics
-from dapo_jax.learner.trainable import WithFrozen
-from dapo_jax.models.identity import Identity
+from dapo_jax.learner.update import in_pieces
 
 ABSENT = -25.0  # nats, log-probability of a token that the teacher has no embedding for
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """A frozen language model that scores the policy's tokens. Its architecture may be another."""
-
-    statistics: WithFrozen  # (params, micro-batch) -> TokenStatistics, replicated
-    params: Any  # in the dtype of matrix products
-    vocab_size: int  # its embeddings; the policy may have more
-    micro_batches: MicroBatches
-    identity: Identity
+def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -> tuple[Batch, dict[str, float]]:
+    """Adds the teacher's judgement of each token (algorithms/distillation.py) to the advantages, or as probabilities of
+    the tokens that the policy finds most likely before the update.
+    """
+    options, mesh, pace = learner.batching.algorithm.distillation, learner.mesh, learner.pace
+    with learner.monitor.stage("teacher"):
+        if options.form == "top_k":
+            pieces = learner.batching.micro_batches["actor"]
+            candidates = in_pieces(learner.networks.actor.most_likely, params, batch, pieces, mesh, pace)
+            batch = dataclasses.replace(batch, candidates=candidates)
+        size = teacher.vocab_size  # tokens beyond it read as its last, on every mesh
+        read = dataclasses.replace(batch, responses=np.minimum(batch.responses, size - 1))
+        found = in_pieces(teacher.statistics, teacher.params, read, teacher.micro_batches, mesh, pace)
+        return judged(batch, found, size, weight=options.weight, use_task_rewards=options.use_task_rewards)
 
 
 def judged(

@@ -1,0 +1,1 @@
+"""Writing a policy as a Hugging Face model directory."""

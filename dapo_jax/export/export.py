@@ -1,0 +1,297 @@
+"""Host: the export command: writes the policy of a checkpoint as a Hugging Face model directory.
+
+    python -m dapo_jax.export --config FILE [--config.key=value ...] --output DIR [--step N] [--dtype ...] [--adapter]
+        [--push-to-hub OWNER/NAME [--private]]
+
+transformers, vLLM and model.path read the directory. The model, its adapters and the seed are those of the run in
+config.workdir, whatever FILE says. The command needs neither data nor an accelerator. On fewer devices than the run
+had, add --config.mesh.fsdp=1 --config.mesh.tensor=1.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.command.command_line import command
+from dapo_jax.command.help import about, options_help
+from dapo_jax.command.output_directory import new_output, output_directory
+from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.places import place_of
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, flat
+from dapo_jax.data.model_files import read_object
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.errors import InputError, say
+from dapo_jax.export.model_card import model_card, recipe
+from dapo_jax.export.upload import check_upload, upload
+from dapo_jax.hub.names import model_name
+from dapo_jax.hub.repositories import model_at
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.families import FAMILIES
+from dapo_jax.models.identity import Identity
+from dapo_jax.models.lora import Lora, adapter_table, peft_config
+from dapo_jax.models.weights import Weight, weight_table
+from dapo_jax.models.write_safetensors import with_weights, write_safetensors
+from dapo_jax.monitor.bars import bar, shows_progress
+from dapo_jax.monitor.records import known_config, recorded_config
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.processes import gather, is_first
+from dapo_jax.run.base_models import first_model, lora_of, read_model, trained_params, with_base
+from dapo_jax.run.checkpoint import saved_steps
+from dapo_jax.run.downloads import with_downloads
+from dapo_jax.run.meshes import check_weights
+from dapo_jax.run.other_runs import RANDOM, Trained
+
+DTYPES = ("bfloat16", "float32")
+COPIED = (  # the files of a Hugging Face directory to copy, if they exist
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def export(
+    config: Config, output: str | Path, *, step: int | None = None, dtype: str = DTYPES[0], adapter: bool = False
+) -> int:
+    """Writes the policy after training step `step` to the directory `output`, and returns the step.
+
+    Every process must call it; process 0 writes. The directory appears only when it is complete.
+
+    Args:
+        step: of a checkpoint in config.workdir; None means the newest.
+        dtype: of the weights; float32 keeps the trained values bit for bit (adapters: merged into float32 weights).
+        adapter: write only the adapters of model.lora, for PEFT, instead of a model with the adapters merged in.
+
+    Raises:
+        InputError: `output` is not empty, there is no such checkpoint, `config` contradicts the run's config.json, or
+            `adapter` is set without model.lora.
+    """
+    output, (config, _) = new_output(output), as_trained(config, DEFAULTS)
+    step = _chosen_step(config.workdir, checkpoint_dir(config.workdir, config.trainer), step)
+    if adapter and not config.model.lora.rank:
+        raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
+    config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
+    arch, tokenizer = read_model(config)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_weights(arch, mesh)
+    params, saved = trained_params(Trained(config, step), arch, mesh)
+    card = model_card(config, step, adapter=adapter) if is_first() else None
+    write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card, saved=saved)
+    return step
+
+
+def as_trained(config: Config, chosen: Collection[str]) -> tuple[Config, tuple[str, ...]]:
+    """The config of the run in config.workdir, on the mesh of `config`, and what differs of the model, in words.
+
+    Every process must call it; process 0, which has the records, decides.
+
+    Args:
+        chosen: keys of `config` that may not contradict the run; the others give way.
+
+    Raises:
+        InputError: the workdir has no config.json, this version does not know an option in it, or `chosen` contradicts
+            it.
+    """
+    workdir = config.workdir
+    recorded = gather(recorded_config(workdir) if is_first() else None)[0]
+    if not recorded:
+        raise InputError(
+            f"workdir={workdir} must be that of a run, but holds no config.json: give the run's workdir by "
+            "--config.workdir, or train first"
+        )
+    run = known_config(recorded, workdir)
+    given, theirs = flat(config), flat(run)
+    sections = ["model.lora."] * (run.model.lora.rank > 0) + ["model.random.", "seed"] * (run.model.path == RANDOM)
+    keys = ["model.path", "model.lora.rank", *(key for key in theirs if key.startswith(tuple(sections)))]
+    differing = [key for key in dict.fromkeys(keys) if given[key] != theirs[key]]
+    if _names_same(config.model.path, run.model.path):
+        differing = [key for key in differing if key != "model.path"]
+    problems = [
+        f"{key}={given[key]} contradicts the run in workdir={workdir}, which was trained with {theirs[key]}: leave it "
+        f"out{', or correct the path in its config.json if the model has moved' * (key == 'model.path')}"
+        for key in differing
+        if key in chosen
+    ]
+    if problems:
+        raise InputError("\n".join(problems))
+    kept = config.trainer.checkpoint_dir or run.trainer.checkpoint_dir
+    trainer = dataclasses.replace(run.trainer, checkpoint_dir=kept)
+    run = dataclasses.replace(run, workdir=workdir, mesh=config.mesh, monitor=config.monitor, trainer=trainer)
+    changes = ", ".join(f"{key}={theirs[key]} (not {given[key]})" for key in differing)
+    return run, (f"as in the run {workdir}: {changes}",) if changes else ()
+
+
+def _names_same(given: str, recorded: str) -> bool:
+    """Whether `recorded` is model.path=`given`, pinned to a commit or to a step of a run."""
+    name, place = model_name(recorded), place_of(recorded)
+    is_step = place.parent.name == "checkpoints" and place.parent.parent == place_of(given)
+    return place == place_of(given) or is_step or (name is not None and name.request() == given)
+
+
+def write_policy(
+    config: Config,
+    arch: Architecture,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    params: Any,
+    output: Path,
+    *,
+    dtype: str,
+    adapter: bool,
+    card: str | None = None,
+    saved: Identity | None = None,
+) -> None:
+    """Writes a policy with these trained `params`, sharded over `mesh`, to the new directory `output`; see `export`.
+
+    Args:
+        card: the text of README.md; None = no such file.
+        saved: see `with_base`.
+    """
+    lora, shown = lora_of(config, arch), shows_progress(config.trainer, config.monitor)
+    with output_directory(output) as directory:
+        if card is not None:
+            (directory / "README.md").write_text(card, encoding="utf-8")
+        if adapter:
+            assert lora is not None
+            if is_first():
+                _write_json(directory / "adapter_config.json", _adapter_config(config.model.path, lora))
+            _write(directory, adapter_table(arch, lora), params, dtype, "adapter_model", shown=shown)
+            return
+        if is_first():
+            model = first_model(config)
+            if model == RANDOM:
+                _write_description(config, arch, tokenizer, directory, dtype)
+            else:
+                _copy_description(model_at(model, weights=False), arch, directory, dtype)
+        whole = with_base(config, arch, mesh, params, saved).params
+        _write(directory, weight_table(arch), whole, dtype, "model", shown=shown)
+
+
+def _adapter_config(path: str, lora: Lora) -> dict[str, Any]:
+    """PEFT's, which names the model and its commit apart."""
+    name = model_name(path)
+    if name is None or name.part:
+        return peft_config(lora, path)
+    return peft_config(lora, name.repository) | {"revision": name.commit or name.revision or None}
+
+
+def _write(
+    directory: Path, table: Sequence[Weight], params: dict[str, Any], dtype: str, name: str, *, shown: bool
+) -> None:
+    """Writes the weights as safetensors; `shown`: show a progress bar."""
+    total = sum(math.prod(weight.shape) for weight in table) * np.dtype(dtype).itemsize
+    with bar("writing the weights", total=total, unit="B", shown=shown) as written:
+        write_safetensors(directory, table, params, dtype=dtype, name=name, on_tensor=written.update)
+
+
+def _chosen_step(workdir: str, directory: str, step: int | None) -> int:
+    saved = saved_steps(directory)
+    if not saved:
+        raise InputError(
+            f"workdir={workdir} must belong to a run with a saved checkpoint, but "
+            f"{directory} holds none: give the run's workdir by --config.workdir, or train first"
+        )
+    if step is not None and step not in saved:
+        raise InputError(f"--step={step} must be a checkpoint of workdir={workdir}: choose one of {saved}")
+    return saved[-1] if step is None else step
+
+
+def _copy_description(source: Path, arch: Architecture, output: Path, dtype: str) -> None:
+    """Copies the files of a Hugging Face directory except its weights, with what has changed in config.json."""
+    _write_json(output / "config.json", with_weights(read_object(source / "config.json"), arch, dtype))
+    for name in COPIED:
+        if (source / name).exists():
+            shutil.copyfile(source / name, output / name)
+
+
+def _write_description(config: Config, arch: Architecture, tokenizer: Tokenizer, output: Path, dtype: str) -> None:
+    """Writes the same files for a random model, a Llama without a bos token."""
+    length = config.data.max_prompt_length + config.data.max_response_length
+    [eos_id] = tokenizer.eos_ids
+    special = {"eos_token_id": eos_id, "pad_token_id": tokenizer.pad_id}
+    hf = {
+        "architectures": [FAMILIES[arch.family].architecture_name(scalar_head=False)],
+        "model_type": arch.family,
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "intermediate_size": arch.intermediate_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim,
+        "rms_norm_eps": arch.rms_norm_eps,
+        "max_position_embeddings": length,
+        "initializer_range": arch.initializer_range,
+        "hidden_act": arch.activation,
+        "attention_bias": arch.output_bias,
+        "mlp_bias": arch.mlp_bias,
+        "bos_token_id": None,
+        **special,
+    }
+    _write_json(output / "config.json", with_weights(hf, arch, dtype))
+    _write_json(output / "generation_config.json", special)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+    }
+    _write_json(output / "tokenizer_config.json", settings | dict(tokenizer.special_tokens))
+    tokenizer.backend.save(str(output / "tokenizer.json"))
+    if tokenizer.chat_template is not None:
+        (output / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m dapo_jax.export",
+        description=about(__doc__),
+        epilog=options_help("export"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=argparse.SUPPRESS,
+    )
+    parser.add_argument("--output", required=True, help="directory to write, new or empty")
+    parser.add_argument("--step", type=int, help="training step of the checkpoint, default the newest")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")
+    parser.add_argument("--adapter", action="store_true", help="only the adapters of model.lora, for PEFT")
+    parser.add_argument("--push-to-hub", metavar="OWNER/NAME", help="also upload it to the Hugging Face hub")
+    parser.add_argument("--private", action="store_true", help="make a new repository of the hub private")
+    given, rest = parser.parse_known_args(arguments)
+    with command(["export", *rest]) as (config, origin):
+        if given.push_to_hub:
+            check_upload(given.push_to_hub)
+        elif given.private:
+            raise InputError("--private needs --push-to-hub OWNER/NAME: add it, or leave it out")
+        config, lines = as_trained(config, origin.given)
+        if is_first():
+            for line in lines:
+                say(f"dapo_jax: {line}", sys.stderr)
+        step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
+        if is_first():
+            say(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
+            if given.push_to_hub:
+                message = f"{Path(config.workdir).name} after step {step}, trained with {recipe(config)}"
+                output = Path(given.output).expanduser().absolute()
+                address = upload(output, given.push_to_hub, private=given.private, message=message)
+                say(f"it is also at {address}")

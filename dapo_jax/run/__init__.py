@@ -1,0 +1,1 @@
+"""The parts of a run and what they are built from."""

@@ -1,0 +1,183 @@
+"""Host: accuracy of a policy on problems that it is not trained on."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.data.experience import Experience
+from dapo_jax.monitor.bars import bar
+from dapo_jax.monitor.statistics import HELD_OUT, evaluation_metrics, length_metrics
+from dapo_jax.monitor.timers import Stage
+from dapo_jax.parallel.processes import SharedFailure
+from dapo_jax.rewards.lowest import lowered
+from dapo_jax.rewards.pipeline import RewardPipeline
+from dapo_jax.rewards.verification import total_failure
+from dapo_jax.rollout.sampling import EVALUATE, Sampling
+from dapo_jax.run.problems import TaskSet
+from dapo_jax.run.sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+EVALUATED = re.compile(r"eval/(.+)/finished_task_count")
+SCORED = re.compile(r"eval/(.+)/score/mean@\d+")
+Receive = Callable[[TaskSet, Experience], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """What measures a policy: problems, and how responses to them are sampled, scored and summed up."""
+
+    task_sets: tuple[TaskSet, ...]
+    sampler: Sampler
+    rewards: RewardPipeline
+    max_error_share: float  # of a task set's verifications that may fail, see `total_failure`
+    bootstrapped: bool  # see evaluation_metrics
+    detailed: bool  # see evaluation_metrics
+    shows_progress: bool  # on a terminal
+    stage: Stage  # of the whole evaluation; the sampler's shows nothing
+
+    def checksum(self) -> str:
+        """Equal where accuracies can be compared: for the same problems, sampled, scored and summed up alike."""
+        places = {"files", "prompt_key", "max_prompts", "batch_size"}  # the problems that they lead to count
+        found: list[Any] = [self.sampler.stop, self.rewards.max_response_length, self.bootstrapped]
+        for task in self.task_sets:
+            options = {name: value for name, value in vars(task.options).items() if name not in places}
+            found += [options, task.prompts.checksum()]
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def evaluate(
+    held_out: HeldOut,
+    decode_weights: Callable[[Any], Any],
+    params: Any,
+    *,
+    prefix: str = "eval",
+    receive: Receive = lambda *_: None,
+    verdicts_needed: bool = False,
+) -> dict[str, float]:
+    """`prefix`/{task set}/{score}/{mean@n,std@n,best@k,worst@k,maj@k,pass@k} of all task sets, and response lengths.
+
+    Every evaluation draws with the same noise, so two evaluations differ only in the policy.
+
+    Args:
+        decode_weights: makes weights for the sampler of `params`.
+        params: training parameters.
+        receive: is given each batch of verified responses.
+        verdicts_needed: a task set with no verdict at all is an error, not a warning: a policy that cannot answer yet
+            may learn to. With a max_error_share below 1 it always is an error.
+
+    Raises:
+        RuntimeError: too many verifications failed.
+    """
+    task_sets = held_out.task_sets
+    if not task_sets:
+        return {}
+    metrics: dict[str, float] = {}
+    weights, num_errors, num_missing = decode_weights(params), 0, 0
+    total = sum(len(task.prompts) * task.options.n for task in task_sets)
+    with bar("evaluating", total=total, unit="response", shown=held_out.shows_progress) as ended:
+        for task in task_sets:
+            batches, outcomes = [], []
+            with jax.set_mesh(held_out.sampler.mesh), held_out.stage("testing"):
+                for experience in _sample(held_out, weights, task, ended.update):
+                    receive(task, experience)
+                    batches.append(_Measured.of(experience))
+                    outcomes.append(experience.outcomes)
+                    num_errors += experience.num_errors
+                    num_missing += int((~experience.known).sum())
+            what = f"evaluation of {task.options.name or 'the held-out problems'}"
+            if failure := total_failure(outcomes, what, held_out.max_error_share):
+                if verdicts_needed or held_out.max_error_share < 1:
+                    raise SharedFailure(failure)
+                logger.warning("%s", failure)
+            metrics |= _task_metrics(held_out, prefix, task, _Measured.join(batches))
+    return metrics | {f"{prefix}/num_errors": num_errors, f"{prefix}/num_missing": num_missing}
+
+
+def mean_accuracy(metrics: Mapping[str, float]) -> float | None:
+    """The mean over task sets of eval/{task set}/acc/mean@n, None if nothing was evaluated.
+
+    None too if a task set has no verdict at all: the mean over the others would be of other problems.
+    """
+    evaluated = {match[1] for name in metrics if (match := EVALUATED.fullmatch(name))}
+    if evaluated - {match[1] for name in metrics if (match := SCORED.fullmatch(name))}:
+        return None
+    values = [value for name, value in metrics.items() if HELD_OUT.fullmatch(name)]
+    return float(np.mean(values)) if values else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """What is kept of Q rows with n samples each."""
+
+    scores: dict[str, np.ndarray]  # [Q, n], NaN where a sample has none
+    failed: np.ndarray  # [Q, n] bool, verification failed
+    answers: list[list[str | None]]  # [Q][n]
+    lengths: np.ndarray  # [Q, n] tokens
+
+    @classmethod
+    def of(cls, experience: Experience) -> "_Measured":
+        assert experience.answers is not None
+        return cls(experience.scores, experience.failed, experience.answers, experience.mask.sum(axis=-1))
+
+    @classmethod
+    def join(cls, parts: "Sequence[_Measured]") -> "_Measured":
+        """All batches. A response that made its verifier fail has the lowest score of any response to the task set."""
+        names = dict.fromkeys(name for part in parts for name in part.scores)
+        absent = [np.full(part.lengths.shape, np.nan) for part in parts]
+        scores = {
+            name: np.concatenate([part.scores.get(name, none) for part, none in zip(parts, absent, strict=True)])
+            for name in names
+        }
+        answers = [row for part in parts for row in part.answers]
+        failed = np.concatenate([part.failed for part in parts])
+        least = lowered({name: values.reshape(1, -1) for name, values in scores.items()}, failed.reshape(1, -1), {})
+        scores = {
+            name: np.where(np.isnan(values), np.nan, least[name].reshape(values.shape))
+            for name, values in scores.items()
+        }
+        return cls(scores, failed, answers, np.concatenate([part.lengths for part in parts]))
+
+
+def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[int], object]) -> Iterator[Experience]:
+    """Scored responses to all rows of a task set, a batch at a time."""
+    options, rewards, sampler = task.options, held_out.rewards, held_out.sampler
+    size, function = options.batch_size or len(task.prompts), options.reward_function
+    sampling = Sampling.create(options.temperature, options.top_p, options.top_k)
+    request = sampler.request(weights, options.n, EVALUATE, sampling)
+    given = {"num_samples": options.n, "function": function, "on_ended": on_ended}
+    verify = functools.partial(rewards.verify, task.prompts, **given)
+    for start in range(0, len(task.prompts), size):
+        experience = sampler.sample(request, task.prompts, range(start, min(start + size, len(task.prompts))), verify)
+        yield rewards.add_model_scores(experience, task.prompts, function=function)
+
+
+def _task_metrics(held_out: HeldOut, prefix: str, task: TaskSet, measured: _Measured) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name, problems in task.by_name:
+        most = max(map(len, problems))
+        rows = np.array([[*rows, *[-1] * (most - len(rows))] for rows in problems])  # -1: no such row
+
+        def grouped(values: np.ndarray, rows: np.ndarray = rows) -> np.ndarray:
+            return np.where(rows[..., None] >= 0, values[rows], np.nan).reshape(len(rows), -1)
+
+        metrics |= evaluation_metrics(
+            f"{prefix}/{name}",
+            {score: grouped(values) for score, values in measured.scores.items()},
+            [[answer for row in problem for answer in measured.answers[row]] for problem in rows],
+            n=min(map(len, problems)) * task.options.n,
+            bootstrapped=held_out.bootstrapped,
+            detailed=held_out.detailed,
+        )
+        lengths = measured.lengths[[row for problem in problems for row in problem]]
+        metrics |= length_metrics(f"{prefix}/{name}/response", lengths, held_out.rewards.max_response_length)
+        metrics[f"{prefix}/{name}/finished_task_count"] = len(problems)
+    return metrics

@@ -1,0 +1,249 @@
+"""Host: a run's meshes, and checks that the model, the batches and the memory of training fit them."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dapo_jax.config.derived import uses_reference
+from dapo_jax.config.sections import Config, ModelConfig, OptimConfig
+from dapo_jax.errors import InputError, divisors, nearest
+from dapo_jax.learner.networks import Network, trained
+from dapo_jax.learner.trainable import HOST
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import count_params, weight_table
+from dapo_jax.parallel.devices import limits_of
+from dapo_jax.parallel.memory import FRACTION
+from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, platform, split_devices, with_tensor
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible, indivisible_weights
+from dapo_jax.run.networks import read_teacher
+from dapo_jax.run.settings import chosen_attention, compute_dtype, passes, remat_policy
+
+FILLED = 0.85  # of a device's memory, which an estimate may reach
+SCORES = 3  # times that the scores of a layer exist
+# From programs compiled for 7B on v5e:8x8 with tensor 1, 2 and 4: they are within 2.2 GiB of the estimate.
+ARRAYS = 12  # float32 arrays [tokens, hidden size] that the backward pass of a layer holds beside what is divided
+TABLE_BYTES = 10  # of an entry of a table of tokens: gathered in float32, in bfloat16, and its float32 gradient
+
+
+def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | None = None) -> Meshes:
+    """The mesh to train on and the one to sample on, which fit the model and the training batches.
+
+    Args:
+        devices: those of the run; None = all.
+
+    Raises:
+        InputError: the devices cannot be divided like this, or model or batches do not fit.
+    """
+    shape = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    if config.trainer.rollout_ahead:
+        of_training, of_sampling = split_devices(config.trainer.rollout_devices, config.mesh.tensor)
+        whole = make_mesh(*shape, of_training, in_order=True)
+        sampling = make_mesh(-1, 1, config.mesh.tensor, of_sampling, in_order=True)
+    else:
+        whole = sampling = make_mesh(*shape, devices)
+    check_weights(arch, sampling)
+    size = train_tensor(config, arch, whole)
+    if size == config.mesh.tensor:
+        check_mesh(config, arch, whole)
+    else:
+        _refuse(
+            _redivided_problems(arch, whole, size)
+            + _batch_problems(trained(config), config.data.train_batch_size, with_tensor(whole, size))
+        )
+    return Meshes(with_tensor(whole, size), sampling)
+
+
+def train_tensor(config: Config, arch: Architecture, mesh: Mesh) -> int:
+    """The size of "tensor" in training on the devices of `mesh`, which is divided for sampling.
+
+    If mesh.train_tensor is 0, it is the least divisor of mesh.tensor for which model and batches fit, and by an
+    estimate the memory: fsdp sends less than tensor. It follows from the config and the kind of the devices alone.
+
+    Raises:
+        InputError: mesh.train_tensor does not divide the devices.
+    """
+    given, both = config.mesh.train_tensor, mesh.shape["fsdp"] * mesh.shape["tensor"]
+    if given and both % given:
+        raise InputError(
+            f"mesh.train_tensor={given} must divide mesh.fsdp x mesh.tensor = {both}: "
+            f"{_fitting_size(arch, mesh, given)}"
+        )
+    if given:
+        return given
+    sizes, networks = divisors(mesh.shape["tensor"]), trained(config)
+    usable = limits_of(mesh.devices.flat[0]).usable_memory(platform(mesh), config.trainer.gpu_memory_fraction)
+    for size in sizes:
+        changed = with_tensor(mesh, size)
+        shards = num_batch_shards(changed)
+        if (
+            all(network.mini_batch_rows >= shards for network in networks.values())
+            and not _redivided_problems(arch, mesh, size)
+            and not _batch_problems(networks, config.data.train_batch_size, changed)
+            and (usable is None or fits_memory(config, arch, changed, usable))
+        ):
+            return size
+    return sizes[-1]
+
+
+def fits_memory(config: Config, arch: Architecture, mesh: Mesh, usable: float) -> bool:
+    """Whether training fits so many bytes of each device, by an estimate."""
+    stores_scores = chosen_attention(config.model, config.data, arch, mesh)[0] == "xla"
+    return training_bytes(config, arch, mesh, stores_scores=stores_scores) <= FILLED * usable
+
+
+def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_scores: bool) -> float:
+    """Bytes of a device of `mesh` while a micro-batch is trained on: an estimate, from shapes alone.
+
+    The preflight has the compiled figures.
+
+    Args:
+        stores_scores: whether attention stores its scores, as XLA's does.
+    """
+    fsdp, tensor, networks = mesh.shape["fsdp"], mesh.shape["tensor"], trained(config)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = max(network.max_tokens for network in networks.values())
+    tables = TABLE_BYTES * arch.vocab_size * arch.hidden_size / tensor
+    kept = arch.num_layers * _kept_width(remat_policy(config.model), arch) / tensor
+    scores = SCORES * arch.num_heads * longest / tensor if stores_scores else 0
+    passes = 4 * tokens * (kept + ARRAYS * arch.hidden_size + scores)
+    rank, reference = config.model.lora.rank, uses_reference(config.algorithm, config.actor)
+    states = {name: _state_bytes(network.options.optim) for name, network in networks.items()}
+    of_weight = sum((states | {"actor": 2} if rank else states).values()) + (2 if reference and not rank else 0)
+    of_teacher = 2 * count_params(read_teacher(config)[0]) if config.algorithm.distillation.path else 0
+    return (of_weight * count_params(arch) + of_teacher) / (fsdp * tensor) + tables + passes
+
+
+def _state_bytes(optim: OptimConfig) -> float:
+    """Of a weight that is trained, with its moments and its gradient, over all shards."""
+    kept = 1 if optim.optimizer == "muon" else 2  # of a matrix of Muon only the first moment
+    return 4 + 4 + (0 if optim.offload else kept * jnp.dtype(optim.moments_dtype).itemsize)
+
+
+def _kept_width(policy: str, arch: Architecture) -> int:
+    """Float32 numbers that a layer keeps of a token for the backward pass."""
+    attention = 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    if policy in ("full", "offload"):
+        return arch.hidden_size
+    if policy == "attention":
+        return arch.hidden_size + attention
+    return 2 * arch.hidden_size + attention + 3 * arch.forward_size
+
+
+def _redivided_problems(arch: Architecture, mesh: Mesh, size: int) -> list[str]:
+    """One line per dimension of weights that `mesh` does not divide with `size` along "tensor"."""
+    changed = with_tensor(mesh, size)
+    names = {"fsdp": "mesh.fsdp x mesh.tensor / mesh.train_tensor", "tensor": "mesh.train_tensor"}
+    return [
+        f"{names[axis]} = {changed.shape[axis]} must divide {dimension}: {_fitting_size(arch, mesh, size)}"
+        for axis, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
+    ]
+
+
+def _fitting_size(arch: Architecture, mesh: Mesh, size: int) -> str:
+    """Sizes of "tensor" in training, near `size`, for which `mesh` divides the weights."""
+    sizes = divisors(mesh.shape["fsdp"] * mesh.shape["tensor"])
+    table = weight_table(arch)
+    fitting = [one for one in sizes if not indivisible(table, with_tensor(mesh, one).shape, TRAIN_RULES)]
+    return f"set mesh.train_tensor={nearest(fitting, size) or 0}, or 0 to have it chosen"
+
+
+def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
+    """Raises one InputError with every dimension of weights and training batches that the mesh does not divide."""
+    _refuse(_weight_problems(arch, mesh) + _batch_problems(trained(config), config.data.train_batch_size, mesh))
+
+
+def check_weights(arch: Architecture, mesh: Mesh) -> None:
+    """Raises one InputError with every dimension of weights that the mesh does not divide."""
+    _refuse(_weight_problems(arch, mesh))
+
+
+def _weight_problems(arch: Architecture, mesh: Mesh) -> list[str]:
+    table = weight_table(arch)
+    return [line for rules in (TRAIN_RULES, DECODE_RULES) for line in indivisible_weights(table, mesh.shape, rules)]
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise InputError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
+
+
+def _batch_problems(networks: Mapping[str, Network], train_batch_size: int, mesh: Mesh) -> list[str]:
+    """One line per network whose mini-batches are no whole number of micro-batches on the devices of `mesh`."""
+    problems, shards = [], num_batch_shards(mesh)
+    for name, network in networks.items():
+        rows, micro = network.mini_batch_rows, network.micro_batch_size * shards
+        if rows % micro and not network.packs:
+            problems.append(
+                f"{name}.ppo_mini_batch_size x rollout.n = {rows} responses must be a multiple of "
+                f"{name}.ppo_micro_batch_size_per_device x {shards} devices that rows are divided over = {micro}: "
+                f"{_fitting_batches(name, network, shards, train_batch_size)}"
+            )
+    return problems
+
+
+def _fitting_batches(name: str, network: Network, shards: int, train_batch_size: int) -> str:
+    """Sizes that fit: for the micro-batch, else for the mini-batch, else for mini-batch and training batch."""
+    rows, mini, micro = network.mini_batch_rows, network.mini_batch_size, network.micro_batch_size * shards
+    samples = rows // mini
+    if rows % shards == 0:
+        fitting = nearest(divisors(rows // shards), network.micro_batch_size)
+        return f"set {name}.ppo_micro_batch_size_per_device={fitting}"
+    minis = [one for one in divisors(train_batch_size) if one * samples % micro == 0]
+    if minis:
+        return f"set {name}.ppo_mini_batch_size={nearest(minis, mini)}"
+    step = micro // math.gcd(micro, samples)
+    fitting = nearest([count * step for count in (mini // step, mini // step + 1) if count], mini)
+    return f"set {name}.ppo_mini_batch_size={fitting}, and data.train_batch_size to a multiple of it"
+
+
+def check_memory(networks: Mapping[str, Network], model: ModelConfig, mesh: Mesh) -> None:
+    """Raises InputError if an option offloads to host memory that the devices cannot reach."""
+    offloaded = [f"{name}.optim.offload=True" for name, network in networks.items() if network.options.optim.offload]
+    if remat_policy(model) == "offload":
+        offloaded.append("model.remat_policy=offload")
+    if not offloaded or (HOST in _memories(mesh) and platform(mesh) != "cpu"):
+        return
+    if platform(mesh) == "gpu":
+        raise InputError(
+            f"{offloaded[0]} cannot be compiled for absent GPUs, because JAX does not know their host memory: leave it "
+            "out here, or compile on the GPUs with --topology=gpu"
+        )
+    raise InputError(
+        f"{offloaded[0]} needs devices with their own memory, but JAX has {platform(mesh)}: choose another value"
+    )
+
+
+def _memories(mesh: Mesh) -> set[str]:
+    return {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
+
+
+def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> list[str]:
+    """One line per choice for these devices that may surprise, of attention only in training."""
+    device, dtype, lines = mesh.devices.flat[0], compute_dtype(config.model, mesh), []
+    if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
+        lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
+    if training and mesh.shape["tensor"] != config.mesh.tensor:
+        lines.append(
+            f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into data "
+            f"{mesh.shape['data']}, fsdp {mesh.shape['fsdp']} and tensor {mesh.shape['tensor']}"
+        )
+    name, problem = chosen_attention(config.model, config.data, arch, mesh) if training else ("", "")
+    if problem:
+        lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
+    if training and config.actor.share_prompts and config.actor.use_dynamic_bsz:
+        attention = passes(config, arch, mesh).attention
+        widest = max(attention.rounded(network.max_tokens) for network in trained(config).values())
+        if 0 < attention.shared_width < widest:
+            lines.append(
+                f"passes of {widest} tokens copy the prompt for each response: {attention.name} shares it up to "
+                f"{attention.shared_width} (actor.ppo_max_token_len_per_device)"
+            )
+    if device.platform == "gpu":
+        taken = os.environ.get(FRACTION)
+        if taken is not None:
+            lines.append(f"JAX may take {taken} of each GPU's memory: trainer.gpu_memory_fraction changes it")
+    return lines

@@ -1,0 +1,249 @@
+"""Host: the parts of a run, each built once from the config: what samples, scores, learns, measures and records."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from flax import traverse_util
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from dapo_jax.config.derived import (
+    checkpoint_dir,
+    judge_folder,
+    trains_on_older_samples,
+)
+from dapo_jax.config.sections import Config
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.learner.learner import Learner
+from dapo_jax.learner.networks import trained
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import count_params
+from dapo_jax.monitor.bars import shows_progress
+from dapo_jax.monitor.console import Console
+from dapo_jax.monitor.log import LOG
+from dapo_jax.monitor.monitor import Monitor, StepProfiles
+from dapo_jax.monitor.timers import StageTimers
+from dapo_jax.monitor.watchdog import Watchdog
+from dapo_jax.parallel.compilation import compilation_shown, keep_compiled
+from dapo_jax.parallel.mesh import platform
+from dapo_jax.parallel.platforms import idle_gpus, unused_gpu
+from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
+from dapo_jax.parallel.stopping import Pace, unpaced
+from dapo_jax.rewards.pipeline import RewardPipeline, open_verifiers
+from dapo_jax.rewards.response_format import check_prompt
+from dapo_jax.rewards.scoring import load_scorer
+from dapo_jax.rewards.trial import check_rewards
+from dapo_jax.rewards.weighted import functions_of
+from dapo_jax.run.base_models import read_policy
+from dapo_jax.run.held_out import HeldOut
+from dapo_jax.run.meshes import check_memory, device_notes, make_meshes
+from dapo_jax.run.networks import build_learner
+from dapo_jax.run.problems import Problems, read_problems
+from dapo_jax.run.sampler import Sampler, build_engine
+from dapo_jax.run.settings import (
+    chosen_attention,
+    compute_dtype,
+    engine_settings,
+    with_total_steps,
+)
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[], None]  # called where a run may stop; raises to stop it
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run, which do not change from step to step."""
+
+    config: Config
+    arch: Architecture
+    problems: Problems  # what it trains on
+    sampler: Sampler
+    rewards: RewardPipeline
+    learner: Learner
+    held_out: HeldOut  # what measures it
+    monitor: Monitor
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that train or sample."""
+        return len({*self.learner.mesh.devices.flat, *self.sampler.mesh.devices.flat})
+
+
+@contextmanager
+def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: None) -> Iterator[Run]:
+    """Builds the parts of a run and makes the mesh that trains the current one; verifier processes end with it.
+
+    Args:
+        initial_step: training steps that are done.
+        check: called regularly during sampling and between micro-batches; may raise.
+
+    Raises:
+        ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
+    """
+    keep_compiled(config.trainer.compilation_cache_dir)
+    arch, tokenizer = read_policy(config)
+    problems = read_problems(config, tokenizer)
+    config = with_total_steps(config, len(problems.train_set), done=initial_step)
+    mesh, rollout_mesh = make_meshes(config, arch)
+    check_memory(trained(config), config.model, mesh)
+    report_devices(config, arch, mesh)
+    with jax.set_mesh(mesh), ExitStack() as stack:
+        monitor = stack.enter_context(open_monitor(config, initial_step=initial_step))
+        rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, monitor, check))
+        attention, _ = chosen_attention(config.model, config.data, arch, mesh)
+        for line in describe(config, arch, problems, mesh, attention):
+            logger.info("%s", line)
+            monitor.console.note(line)
+        monitor.console.stage("load")
+        pace = unpaced if config.trainer.rollout_ahead else Pace(check)
+        sampler = stack.enter_context(open_sampler(config, arch, tokenizer, rollout_mesh, monitor, check))
+        yield Run(
+            config=config,
+            arch=arch,
+            problems=problems,
+            sampler=sampler,
+            rewards=rewards,
+            learner=build_learner(config, arch, sampler, mesh, monitor, pace),
+            held_out=build_held_out(config, problems, sampler, rewards, monitor),
+            monitor=monitor,
+        )
+
+
+@contextmanager
+def open_monitor(config: Config, *, initial_step: int) -> Iterator[Monitor]:
+    """What shows and times the run of this process."""
+    updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+    varies = {
+        "clip": updates > 1 or trains_on_older_samples(config.algorithm, config.trainer),
+        "kept": config.algorithm.filter_groups.enable,
+    }
+    console = Console(
+        config.trainer.total_training_steps,
+        initial_step=initial_step,
+        enabled=is_first(),
+        mode=config.monitor.console if "console" in config.trainer.logger else "quiet",
+        constant=[name for name, column_varies in varies.items() if not column_varies],
+    )
+    profiles = StepProfiles(Path(config.workdir) / "profile", config.trainer.profile_steps)
+    with ExitStack() as stack:
+        stack.callback(console.close)
+        if console.shows_stages:
+            stack.enter_context(compilation_shown(console.compiling))
+        stack.callback(profiles.end)
+        patience = config.reward.judge.patience_s if config.reward.judge.base_url else 0.0
+        watchdog = Watchdog(config.monitor.watchdog_minutes, config.monitor.watchdog_ends, patience)
+        stack.callback(watchdog.end)
+        yield Monitor(console, StageTimers(), profiles, watchdog)
+
+
+@contextmanager
+def open_rewards(
+    config: Config,
+    problems: Problems,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    monitor: Monitor,
+    check: Check = lambda: None,
+) -> Iterator[RewardPipeline]:
+    """Starts the verifiers of all problems, and tries each on its problems.
+
+    Args:
+        mesh: on which a reward model scores.
+
+    Raises:
+        ValueError: a verifier cannot work, or does not fit its problems.
+    """
+    reward, groups = config.reward, config.algorithm.filter_groups
+    functions, dtype = [function for _, function in problems.by_function()], compute_dtype(config.model, mesh)
+    with open_verifiers(functions, reward, judge_folder(config.workdir)) as (verifiers, judge):
+        check_rewards(problems.by_function(), verifiers, groups.metric if groups.enable else None)
+        for prompts, function in problems.by_prompts():
+            if "format" in functions_of(function) and len(prompts):
+                text = tokenizer.decode(prompts.tokens[0], skip_special_tokens=False)
+                check_prompt(text, reward.format.pattern)
+        yield RewardPipeline(
+            tokenizer=tokenizer,
+            verifiers=verifiers,
+            function=problems.function,
+            scorer=load_scorer(reward.model, config.data, dtype, mesh) if reward.model.path else None,
+            overlong_buffer=reward.overlong_buffer,
+            length=reward.length,
+            max_response_length=config.data.max_response_length,
+            mesh=mesh,
+            stage=monitor.stage,
+            check=check,
+            judge=judge,
+        )
+
+
+@contextmanager
+def open_sampler(
+    config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh, monitor: Monitor, check: Check = lambda: None
+) -> Iterator[Sampler]:
+    """An engine on `mesh`; what it compiles in the background ends with it."""
+    settings = engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh)
+    engine = build_engine(settings, check)
+    try:
+        yield Sampler(tokenizer, engine, mesh, config.rollout.stop, monitor.stage)
+    finally:
+        engine.close()
+
+
+def build_held_out(
+    config: Config, problems: Problems, sampler: Sampler, rewards: RewardPipeline, monitor: Monitor
+) -> HeldOut:
+    """What measures a policy, as a stage of its own."""
+    return HeldOut(
+        task_sets=problems.task_sets,
+        sampler=dataclasses.replace(sampler, stage=nullcontext),
+        rewards=rewards,
+        max_error_share=config.reward.max_error_share,
+        bootstrapped=config.evaluate.bootstrap,
+        detailed=config.monitor.detailed_stats,
+        shows_progress=shows_progress(config.trainer, config.monitor),
+        stage=monitor.stage,
+    )
+
+
+def check_processes(config: Config) -> None:
+    """Raises ValueError unless all processes have the same config, and a place for checkpoints that all reach."""
+    values = traverse_util.flatten_dict(dataclasses.asdict(config), sep=".", keep_empty_nodes=True)
+    own, directory = {"workdir", "trainer.process_id"}, checkpoint_dir(config.workdir, config.trainer)
+    common = {name: json.loads(json.dumps(value, default=str)) for name, value in values.items() if name not in own}
+    check_agreement(common | {"the directory of checkpoints": directory})
+    check_shared(directory)
+
+
+def report_devices(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> None:
+    """Logs what was chosen for the devices, and warns of GPUs of this machine that the mesh leaves out."""
+    for note in device_notes(config, arch, mesh, training=training):
+        logger.info("%s", note)
+    if warning := unused_gpu():
+        logger.warning("%s", warning)
+    if config.mesh.data == -1 and platform(mesh) == "gpu" and (warning := idle_gpus()):
+        logger.warning("%s", warning)
+
+
+def describe(config: Config, arch: Architecture, problems: Problems, mesh: Mesh, attention: str) -> list[str]:
+    """Four lines: the model and its size; the devices; the data and a step's sizes; where the records are."""
+    adapters = f", adapters of rank {config.model.lora.rank}" * bool(config.model.lora.rank)
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    measured = sum(len(task.prompts) for task in problems.task_sets)
+    data, apart = config.data, "; others sample" * bool(config.trainer.rollout_ahead)
+    return [
+        f"model: {config.model.path} ({arch.family}, {tqdm.format_sizeof(count_params(arch))} parameters{adapters})",
+        f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {axes}, "
+        f"{compute_dtype(config.model, mesh).name}, {attention} attention{apart}",
+        f"data: {len(problems.train_set)} problems to train on, {measured} to evaluate on; a step "
+        f"trains on {data.train_batch_size} x {config.rollout.n} responses of up to {data.max_response_length} tokens, "
+        f"{config.actor.ppo_mini_batch_size} x {config.rollout.n} per update",
+        f"workdir: {config.workdir}; log: {config.workdir}/{LOG}",
+    ]

@@ -1,0 +1,68 @@
+"""Host: what some advantage estimators need besides rewards: prompts with a hint, rewards of greedy responses."""
+
+import functools
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
+from dapo_jax.data.experience import Experience
+from dapo_jax.data.prompts import hinted_prompts
+from dapo_jax.learner.optimizer import Models
+from dapo_jax.parallel.processes import SharedFailure
+from dapo_jax.rewards.lowest import with_lowest
+from dapo_jax.rewards.verification import total_failure
+from dapo_jax.rollout.sampling import BASELINE, Sampling
+from dapo_jax.run.parts import Run
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+def estimator_inputs(
+    run: Run, experience: Experience, models: Models, lowest: Mapping[str, float] = NOTHING
+) -> dict[str, Any]:
+    """`hinted` and `baselines` of `make_batch`, each None unless the run's estimator needs it.
+
+    Args:
+        lowest: of each number that the verifier has given.
+    """
+    estimator = named_estimator(run.config.algorithm.adv_estimator)
+    return {
+        "hinted": hinted(run, experience) if needs(estimator, "hint_logprobs") else None,
+        "baselines": greedy_rewards(run, experience, models, lowest) if needs(estimator, "reward_baselines") else None,
+    }
+
+
+def hinted(run: Run, experience: Experience) -> list[list[int]]:
+    """The prompts of the groups with their reference solutions, as token ids (CPO)."""
+    data, rows = run.config.data, run.problems.train_set.rows
+    return hinted_prompts(
+        [rows[row] for row in experience.rows],
+        run.sampler.tokenizer,
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=json.loads(data.chat_template_kwargs),
+    )
+
+
+def greedy_rewards(run: Run, experience: Experience, models: Models, lowest: Mapping[str, float]) -> np.ndarray:
+    """The reward [Q, G] of the most likely response to each response's prompt (ReMax); NaN without a verdict on it.
+
+    Raises:
+        RuntimeError: the verification of all of them failed.
+    """
+    prompts, sampling = run.problems.train_set, Sampling.create(0.0, 1.0, -1)
+    verify = functools.partial(run.rewards.verify, prompts, num_samples=1)
+    with jax.set_mesh(run.sampler.mesh):
+        request = run.sampler.request(run.learner.networks.decode_weights(models.actor.params), 1, BASELINE, sampling)
+        numbers, row_of = experience.numbers.tolist(), run.problems.order.row
+        greedy = run.sampler.sample(request, prompts, numbers, verify, row_of)
+        if failure := total_failure([greedy.outcomes], "the most likely responses", run.config.reward.max_error_share):
+            raise SharedFailure(failure)
+        shaped = run.rewards.shape(with_lowest(greedy, lowest), prompts)
+    rewards = shaped.scores["seq_reward"].astype(np.float32)
+    return np.repeat(rewards, experience.finished.shape[1], axis=1)

@@ -1,0 +1,281 @@
+"""Host: the metrics, histograms and texts of one training step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.config.sections import DataConfig, ModelConfig
+from dapo_jax.data.experience import Collected, Experience, Outcomes, comparable
+from dapo_jax.data.prompt_files import source_names
+from dapo_jax.data.prompts import PromptOrder
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.data.work import efficiencies
+from dapo_jax.dynamic_sampling.accumulation import Accepted
+from dapo_jax.dynamic_sampling.prompt_stream import curriculum_metrics
+from dapo_jax.dynamic_sampling.rounds import filtered_counts
+from dapo_jax.dynamic_sampling.too_few import SOLVED
+from dapo_jax.learner.networks import Network
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.flops import token_flops
+from dapo_jax.monitor import statistics
+from dapo_jax.monitor.tensorboard import Histograms, histogram
+from dapo_jax.parallel.devices import GIB, limits_of
+from dapo_jax.parallel.memory import used_host_bytes
+from dapo_jax.run.settings import compute_dtype
+from dapo_jax.training.sample_texts import trained_texts
+
+
+def collect(accepted: Accepted, data: DataConfig, order: PromptOrder) -> Collected:
+    """The groups to train on, with the metrics of all that were sampled for them.
+
+    Args:
+        order: of the training problems.
+    """
+    metrics = sampling_metrics(accepted) | experience_metrics(accepted, data, order)
+    metrics |= curriculum_metrics(data.curriculum, accepted.state.history)
+    metrics |= mixture_metrics(accepted, data, order)
+    return Collected(
+        accepted.experience,
+        metrics,
+        num_kept=sum(int(round_.keep.sum()) for round_ in accepted.rounds),
+        num_evaluated=sum(len(round_.keep) for round_ in accepted.rounds),
+        solved=accepted.outcome == SOLVED,
+    )
+
+
+def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder) -> dict[str, float]:
+    """What was sampled, and rewards and lengths of what is trained on, each if there is any."""
+    trained, sampled = accepted.experience, [round_.outcomes for round_ in accepted.rounds]
+    metrics = {
+        "data/prompts_consumed": accepted.state.next_prompt,
+        "data/epoch": order.epoch(accepted.state.next_prompt),
+        "rollout/finished_task_count": sum(len(part.numbers) for part in sampled),
+        "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # not those of carried groups
+        "reward/num_missing": sum(int((~part.known).sum()) for part in sampled),
+        "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
+        "experience_pipeline/filtered_count": sum(
+            int((~round_.keep).sum()) * round_.outcomes.lengths.shape[1] for round_ in accepted.rounds
+        ),
+    }
+    metrics |= efficiencies([*(part.work for part in sampled), accepted.sampled.work])
+    if sampled:
+        metrics |= _sampled_metrics(sampled)
+        metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.failed.size for part in sampled)
+    return metrics if trained is None else metrics | _trained_metrics(trained, data)
+
+
+def mixture_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder) -> dict[str, float]:
+    """`mixture/` metrics of each file of data.mixture, over all groups that were sampled."""
+    metrics: dict[str, float] = {}
+    for file, name in enumerate(source_names(data.train_files) if data.mixture else ()):
+        mine = [(part, order.files(part.outcomes.rows) == file) for part in accepted.rounds]
+        found = {
+            name: [part.outcomes.score(name)[chosen].ravel() for part, chosen in mine] for name in ("acc", "score")
+        }
+        found["kept_share"] = [part.keep[chosen] for part, chosen in mine]
+        metrics[f"mixture/{name}/num_prompts"] = sum(map(len, found["kept_share"]))
+        metrics[f"mixture/{name}/epoch"] = order.counts(accepted.state.next_prompt)[file] / order.sizes[file]
+        for measure, parts in found.items():
+            values = np.concatenate([*parts, np.zeros(0)])
+            if (values := values[~np.isnan(values)]).size:
+                metrics[f"mixture/{name}/{measure}"] = float(np.mean(values))
+    return metrics
+
+
+def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
+    """Of all groups that were sampled, also those that the filter drops."""
+    names = sorted({name for part in sampled for name in part.scores})
+    scores = {name: np.concatenate([part.score(name) for part in sampled]) for name in names}
+    compared = scores.get("acc", scores["seq_reward"])
+    known = np.concatenate([part.known for part in sampled])
+    metrics = {
+        **statistics.score_metrics(scores),
+        "rollout/model_version": int(max(part.versions.max() for part in sampled)),
+        "reward/length_correlation": statistics.length_correlation(
+            scores["score"],
+            np.concatenate([part.lengths for part in sampled]),
+            scores["acc"] > 0 if "acc" in scores else np.zeros(compared.shape, bool),
+            np.concatenate([~part.failed for part in sampled]) & ~np.isnan(scores["score"]),
+        ),
+    }
+    if known.any():
+        metrics["reward/unfiltered_mean"] = float(np.mean(scores["seq_reward"][known]))
+    compared, several = compared[comparable(known)], known.shape[1] > 1  # one sample has nothing to be equal to
+    if several and len(compared):
+        uniform = np.nanmax(compared, axis=1) == np.nanmin(compared, axis=1)
+        metrics["dynamic_sampling/uniform_share"] = float(np.mean(uniform))
+    return metrics
+
+
+def _trained_metrics(trained: Experience, data: DataConfig) -> dict[str, float]:
+    lengths, prompt_lengths = trained.mask.sum(axis=-1), np.array([len(prompt) for prompt in trained.prompts])
+    known = trained.known
+    return {
+        **statistics.spread("critic/score", trained.scores["seq_reward"][known]),
+        **statistics.spread("critic/rewards", trained.final_rewards[known]),
+        **statistics.length_metrics("response", lengths[known], data.max_response_length),
+        **statistics.length_percentiles("response", lengths[known]),
+        "response_length/within_prompts": statistics.share_within_prompts(lengths),
+        **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
+        **statistics.length_percentiles("prompt", prompt_lengths),
+        **statistics.spread("sample/model_version", trained.versions),
+        "sample/task_count": len(np.unique(trained.rows)),
+        **statistics.group_reward_metrics(trained.final_rewards),
+    }
+
+
+def sampling_metrics(accepted: Accepted) -> dict[str, float]:
+    """`train/` and `dynamic_sampling/` metrics of a step, over all groups that were evaluated in it."""
+    rounds = accepted.rounds
+    keep = np.concatenate([round_.keep for round_ in rounds] or [np.zeros(0, bool)])
+    std = np.concatenate([round_.metric_std for round_ in rounds] or [np.zeros(0)])
+    kept = int(keep.sum())
+    generated = accepted.sampled.tokens
+    batch = accepted.experience
+    trained = 0 if batch is None else int(batch.mask[batch.known].sum())
+    # A step that trains on carried groups alone has sampled nothing, and has no rates.
+    rates = {"train/filter_rate": float(np.mean(~keep)), "train/mean_metric_std": float(std.mean())} if rounds else {}
+    return rates | {
+        "train/num_gen_batches": accepted.num_rounds,
+        "train/num_kept_prompts": kept,
+        "dynamic_sampling/num_gen_batches": accepted.num_rounds,
+        "dynamic_sampling/num_accumulated_prompts": accepted.carried_in + kept,
+        "dynamic_sampling/target_prompt_num": accepted.target,
+        "dynamic_sampling/num_evaluated_prompts": len(keep),
+        **{f"dynamic_sampling/filtered_{name}": count for name, count in filtered_counts(rounds).items()},
+        "dynamic_sampling/num_requeued": accepted.num_requeued,
+        "dynamic_sampling/num_discarded_valid": accepted.num_discarded,
+        "dynamic_sampling/num_carried_in": accepted.carried_in,
+        "dynamic_sampling/num_carried_out": len(accepted.state.carried) if accepted.state.carried is not None else 0,
+        "dynamic_sampling/num_aborted": accepted.sampled.aborted,
+        "dynamic_sampling/num_begun": len(accepted.state.begun or ()),
+        "dynamic_sampling/num_stale": accepted.num_stale,
+        "dynamic_sampling/num_skipped_uniform": accepted.num_skipped,
+        "dynamic_sampling/partial_step": float(accepted.outcome != "full"),
+        "dynamic_sampling/keep_rate_ema": accepted.state.keep_rate,
+        "dynamic_sampling/effective_limit": accepted.limit if math.isfinite(accepted.limit) else 0,
+        "dynamic_sampling/generated_tokens": generated,
+        "dynamic_sampling/trained_tokens": trained,
+        "dynamic_sampling/overgen_ratio": generated / max(trained, 1),
+        "dynamic_sampling/accepted_len_over_finished_kept_len": _length_ratio(accepted),
+    }
+
+
+def _length_ratio(accepted: Accepted) -> float:
+    """Mean response length of the accepted groups over that of all kept ones: not 1 in the mean means a bias."""
+    parts = [(round_.outcomes, round_.keep[:, None] & round_.outcomes.known) for round_ in accepted.rounds]
+    kept = [outcomes.lengths[chosen] for outcomes, chosen in parts if chosen.any()]
+    if not kept or accepted.experience is None:
+        return 1.0
+    known = accepted.experience.known
+    mean = float(accepted.experience.mask[known].sum() / known.sum())
+    return mean / max(float(np.concatenate(kept).mean()), 1e-8)
+
+
+def performance_metrics(
+    trained: Experience | None, seconds: float, *, arch: Architecture, mesh: Mesh, num_devices: int
+) -> dict[str, float]:
+    """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds.
+
+    Args:
+        mesh: that trains.
+        num_devices: that train and sample.
+    """
+    metrics = {"perf/time_per_step": seconds, "timing_s/step": seconds, **memory_metrics(mesh)}
+    if trained is None:
+        return metrics
+    prompts = np.array([len(prompt) for prompt in trained.prompts])
+    lengths = np.where(trained.known, trained.mask.sum(axis=-1) + prompts[:, None], 0)
+    tokens = int(lengths.sum())
+    return metrics | {
+        "perf/total_num_tokens": tokens,
+        "perf/throughput": tokens / seconds / num_devices,
+        "perf/forward_tflop": forward_flops(arch, lengths) / 1e12,
+    }
+
+
+def forward_flops(arch: Architecture, lengths: np.ndarray) -> float:
+    """Floating-point operations of one forward pass over sequences of these lengths, with causal attention and head.
+
+    length^2 / 2 pairs of a query and a key, without those beyond a layer's window. As verl, each sequence has its own
+    prompt, also where a group shares one.
+    """
+    flops = token_flops(arch)
+
+    def half_square(window: int | None) -> np.ndarray:
+        beyond = 0 if window is None else np.maximum(lengths - window, 0)
+        return (np.square(lengths, dtype=np.float64) - np.square(beyond, dtype=np.float64)) / 2
+
+    pairs = np.sum(flops.mean(half_square))
+    return float((flops.layers + flops.head) * np.sum(lengths, dtype=np.float64) + flops.pair * pairs)
+
+
+def utilisation(
+    model: ModelConfig, networks: Mapping[str, Network], mesh: Mesh, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """`perf/mfu/`: the share of the training devices' peak that a step's passes reach; {} where that is not known.
+
+    An update is three forward passes an epoch; two with adapters, whose gradients alone are computed.
+    """
+    peak = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(model, mesh).name).flops
+    forward = metrics.get("perf/forward_tflop")
+    if peak is None or forward is None:
+        return {}
+    epochs = {name: network.options.ppo_epochs for name, network in networks.items()}
+    times = {name: (2 if name == "actor" and model.lora.rank else 3) * count for name, count in epochs.items()}
+    passes = {name: (f"update_{name}", count) for name, count in times.items()}
+    if metrics.get("actor/recomputed_logprobs"):
+        passes["actor_infer"] = "old_log_prob", 1
+    return {
+        f"perf/mfu/{name}": count * forward * 1e12 / (metrics[f"timing_s/{stage}"] * mesh.size * peak)
+        for name, (stage, count) in passes.items()
+        if f"timing_s/{stage}" in metrics
+    }
+
+
+def memory_metrics(mesh: Mesh) -> dict[str, float]:
+    """GiB of memory: the peak of this process' devices (if they report it), and what the host uses now."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    names = {"allocated": "peak_bytes_in_use", "reserved": "peak_pool_bytes"}
+    found = {
+        f"perf/max_memory_{name}_gb": max(stat[key] for stat in stats) / GIB
+        for name, key in names.items()
+        if all(key in stat for stat in stats)
+    }
+    used = used_host_bytes()
+    return found | ({} if used is None else {"perf/cpu_memory_used_gb": used / GIB})
+
+
+def experience_histograms(experience: Experience) -> dict[str, dict[str, Any]]:
+    """How lengths, scores and log-probabilities of the trained responses are distributed, for TensorBoard."""
+    return {
+        "response_length": histogram(experience.mask.sum(axis=-1)),
+        "critic/score": histogram(experience.scores["seq_reward"]),
+        "rollout/logprob": histogram(experience.logprobs[experience.mask]),
+    }
+
+
+def step_row(
+    collected: Collected,
+    metrics: Mapping[str, float],
+    histograms: Histograms,
+    rows: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    *,
+    num_samples: int,
+) -> dict[str, Any]:
+    """What is recorded of a training step: metrics, histograms and the texts of `num_samples` responses.
+
+    Args:
+        metrics, histograms: of the whole step.
+        rows: of the training problems.
+    """
+    row = {"metrics": {name: float(value) for name, value in metrics.items()}, "samples": [], "histograms": histograms}
+    if (experience := collected.experience) is not None:
+        row["samples"] = trained_texts(experience, rows, tokenizer, wanted=num_samples)
+        row["histograms"] = histograms | experience_histograms(experience)
+    return row
