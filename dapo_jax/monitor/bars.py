@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import MonitorConfig, TrainerConfig
 from dapo_jax.parallel.processes import is_first
 
 WIDTH = 120  # columns of the longest line
@@ -21,9 +21,9 @@ def surroundings() -> str:
     return "terminal" if sys.stderr.isatty() else "log"
 
 
-def shows_progress(config: Config) -> bool:
+def shows_progress(trainer: TrainerConfig, monitor: MonitorConfig) -> bool:
     """Whether this process shows progress, if a person looks."""
-    return is_first() and "console" in config.trainer.logger and config.monitor.console in ("steps", "detailed")
+    return is_first() and "console" in trainer.logger and monitor.console in ("steps", "detailed")
 
 
 def person_bar(*, shown: bool, **options: Any) -> "tqdm[Any]":

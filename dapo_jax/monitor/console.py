@@ -1,9 +1,10 @@
 """Host: what a person or a program sees of a run: a progress bar, one line per step, a final table."""
 
+import functools
 import shlex
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tqdm import tqdm
 
@@ -29,7 +30,7 @@ _COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
     "time": ("{}s", [("timing_s/step", 5, 1)]),
     "speed": ("{} tok/s", [("perf/throughput", 5, 0)]),
 }
-STAGES = {  # timer name -> what the bar and the report say
+STAGES = {  # timer name -> what the bar and the report say; `other` is the report's
     "load": "loading the model",
     "gen": "sampling",
     "reward": "verifying",
@@ -47,6 +48,7 @@ STAGES = {  # timer name -> what the bar and the report say
     "testing": "evaluating",
     "write": "writing records",
     "save_checkpoint": "saving a checkpoint",
+    "other": "the rest of the steps",
 }
 _OF_SAMPLING = ("gen", "reward", "shape", "filter")  # stages that take turns until a step has its groups
 LONG_S = 30.0  # after which a stage has a line of its own; the next ones come after twice, four times, ... as long
@@ -91,7 +93,9 @@ class Console:
         self._stage = self._detail = self._compiling = ""  # shown after the bar
         self._work = ""  # a stage, or all those of sampling together
         self._timer = threading.Timer(0, lambda: None)
-        self._bar = person_bar(
+        self._bar = person_bar(shown=False)  # until the first stage or step: a run that is refused before leaves no bar
+        self._open_bar: Callable[[], tqdm] | None = functools.partial(
+            person_bar,
             shown=self.shows_stages,
             total=total_steps,
             initial=initial_step,
@@ -101,7 +105,8 @@ class Console:
         )
 
     def stage(self, name: str) -> None:
-        """Shows the current stage of the step, with its speed in the previous step."""
+        """Shows the current stage of the step, with its speed in the previous step. The first one begins the bar."""
+        self._begin()
         self._stage = f"{STAGES.get(name, name)} {self._speeds.get(name, '')}".rstrip()
         before, self._work = self._work, STAGES["gen" if name in _OF_SAMPLING else name]
         if self._work != before:
@@ -145,6 +150,7 @@ class Console:
 
         Evaluations get lines of their own; if not `trained`, there are no others. No line is longer than WIDTH.
         """
+        self._begin()
         self._speeds |= _speeds(metrics)
         self._stage = self._detail = self._work = ""
         self._watch(LONG_S)
@@ -174,10 +180,15 @@ class Console:
         """Ends the progress bar; lines can still be printed."""
         self._timer.cancel()
         self._bar.close()
+        self._open_bar = None
 
     @property
     def has_bar(self) -> bool:
         return not self._bar.disable
+
+    def _begin(self) -> None:
+        if self._open_bar is not None:
+            self._bar, self._open_bar = self._open_bar(), None
 
     def _step(self, step: int) -> str:
         return f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
@@ -186,35 +197,6 @@ class Console:
         if self._enabled:
             tqdm.write(printable(line))
             sys.stdout.flush()  # a pipe would buffer the lines
-
-
-class RoundsShown:
-    """Shows on the console which round of prompts a step judges and how many groups it has kept.
-
-    Args:
-        target: groups per training step.
-        gen_batch_size: prompts per round.
-        carried: groups of earlier steps.
-    """
-
-    def __init__(self, console: Console, *, target: int, gen_batch_size: int, carried: int) -> None:
-        self._console, self._target, self._size = console, target, gen_batch_size
-        self._kept, self._begun, self._judged = carried, 0, 0
-
-    def begin(self, prompts: int) -> None:
-        """So many prompts begin."""
-        self._begun += prompts
-        self._show()
-
-    def end(self, prompts: int, kept: int) -> None:
-        """Of so many prompts the groups are judged, and `kept` of them kept."""
-        self._judged += prompts
-        self._kept += kept
-        self._show()
-
-    def _show(self) -> None:
-        judging = min(self._judged // self._size + 1, -(-self._begun // self._size))
-        self._console.detail(f"round {judging}, {min(self._kept, self._target)} of {self._target} groups kept")
 
 
 def _speeds(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import fsspec
 from etils import epath
 
+from dapo_jax.config.places import is_address
 from dapo_jax.errors import InputError, say
-from dapo_jax.places import is_address
 
 BEAT_S = 5.0  # seconds between two heartbeats of a holder
 DEAD_AFTER_S = 60.0  # seconds without a heartbeat after which another machine takes over the lock

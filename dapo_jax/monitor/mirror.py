@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 from etils import epath
 
+from dapo_jax.config.places import copy_of, place_of
 from dapo_jax.monitor.lock import locked
-from dapo_jax.places import copy_of, place_of
 
 UPLOAD_S = 60.0  # seconds between two uploads of changed files
 KIND = "workdirs"  # of copies

@@ -11,18 +11,17 @@ from typing import Any, Self
 import numpy as np
 
 from dapo_jax import __version__
-from dapo_jax.config.aliases import FORMER
+from dapo_jax.config.own_functions import is_own
+from dapo_jax.config.places import place_of
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, from_values
+from dapo_jax.config.values import DEFAULTS, FORMER, from_values
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import recorded_version
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.tensorboard import TensorBoard, event_folder
-from dapo_jax.monitor.trackers import Guarded, Tracker, start_own
+from dapo_jax.monitor.trackers import Tracker, guarded, start_own
 from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
 from dapo_jax.monitor.workdir import run_name
-from dapo_jax.own_functions import is_own
-from dapo_jax.places import place_of
 
 TRACKERS = ("tensorboard", "wandb")
 _LOGGER = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ OnStep = Callable[[int, dict[str, float]], object]
 
 
 def unheard(step: int, metrics: dict[str, float]) -> None:
-    """The OnStep of a run that no program listens to."""
+    """The OnStep that does nothing."""
 
 
 class RunRecords:
@@ -52,6 +51,7 @@ class RunRecords:
         upload: copies the file of that name from the directory to permanent storage.
         logger: trackers that also get the rows, some of TRACKERS, or the paths of your own.
         project_name, experiment_name: of the run in Weights & Biases.
+        given: keys of options that the command line sets.
         on_step: called after each row with its step and metrics.
     """
 
@@ -65,6 +65,7 @@ class RunRecords:
         logger: Sequence[str] = ("tensorboard",),
         project_name: str = "dapo_jax",
         experiment_name: str = "",
+        given: Sequence[str] = (),
         on_step: OnStep = unheard,
     ) -> None:
         workdir = Path(workdir)
@@ -82,11 +83,13 @@ class RunRecords:
         self._metrics = open(workdir / METRICS, "a", encoding="utf-8")
         first_step = self._last_step + 1
         if "tensorboard" in logger:
-            self._trackers.append(TensorBoard(event_folder(workdir, first_step=first_step), first_step=first_step))
+            self._trackers.append(
+                TensorBoard(event_folder(workdir, first_step=first_step), first_step=first_step, given=given)
+            )
         name = experiment_name or run_name(workdir)
         if "wandb" in logger:
             run = WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step)
-            self._trackers.append(Guarded(run, "Weights & Biases"))
+            self._trackers.append(guarded(run, "Weights & Biases"))
         for own in filter(is_own, logger):
             self._trackers.append(start_own(own, workdir, project=project_name, run=name, first_step=first_step))
 

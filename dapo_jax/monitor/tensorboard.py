@@ -14,9 +14,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-from dapo_jax.monitor.catalogue import MAIN_CURVES
 from dapo_jax.monitor.readable import markdown_table
-from dapo_jax.monitor.recipe import RECIPE
 
 _BUCKETS = 30
 _OWN_OPTIONS = ("workdir", "trainer.experiment_name", "trainer.checkpoint_dir")  # different for every run
@@ -24,6 +22,14 @@ _USUAL_OPTIONS = ("actor.optim.lr", "seed")  # in the table of runs also where n
 _MAIN = "Main"  # sorts before the other groups of curves and of table columns
 EVENTS = "events.out.tfevents.*"  # file names
 Histograms = dict[str, dict[str, Any]]  # made by `histogram` and `counted`, by name
+MAIN_CURVES = {  # title -> metric, in the order in which people look; None: held-out accuracy
+    "held-out accuracy": None,
+    "training accuracy, means of groups": "rollout/acc/mean",
+    "share of groups dropped": "train/filter_rate",
+    "response length, tokens": "response_length/mean",
+    "entropy, nats per token": "actor/entropy",
+    "tokens sampled per step": "dynamic_sampling/generated_tokens",
+}
 
 
 def _chart(*tags: str) -> list[Any]:
@@ -74,16 +80,17 @@ class TensorBoard:
 
     Args:
         first_step: the first step that this start may write; 0 for a new run.
+        given: keys of options that the command line sets.
     """
 
-    def __init__(self, folder: Path, *, first_step: int) -> None:
+    def __init__(self, folder: Path, *, first_step: int, given: Collection[str] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         earlier = list(folder.glob(EVENTS))
         if first_step == 0:
             for path in earlier:
                 path.unlink()
             earlier = []
-        self._folder, self._new, self._closed = folder, not earlier, False
+        self._folder, self._given, self._new, self._closed = folder, given, not earlier, False
         self._results: Collection[str] = ()
         # The writer names files by second and host, and overwrites: the suffix keeps two starts apart.
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{len(earlier):04d}")
@@ -103,7 +110,7 @@ class TensorBoard:
         """
         self._results = results
         if self._new:
-            _, start, _ = summary.hparams(_compared(config, self._folder), {})
+            _, start, _ = summary.hparams(_compared(config, self._folder, self._given), {})
             self._add(0, [start])
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -203,7 +210,7 @@ def _histogram_summary(name: str, parts: Mapping[str, Any]) -> Any:
     return summary.histogram_raw(_tag(name), low, high, sum(counts), total, squares, limits, counts)
 
 
-def _compared(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _compared(config: Mapping[str, Any], folder: Path, given: Collection[str]) -> dict[str, Any]:
     """The options that tell a run from others: the usual ones, those of the command line, and those that have another
     value in a run whose work directory is next to `folder`.
     """
@@ -212,7 +219,7 @@ def _compared(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         with suppress(OSError, ValueError, RecursionError):  # unreadable, or no run's
             found = json.loads(path.read_bytes())
             others.append(traverse_util.flatten_dict(found, sep=".") if isinstance(found, dict) else {})
-    named = {*_USUAL_OPTIONS, *(recipe.given if (recipe := RECIPE.get()) else ())}
+    named = {*_USUAL_OPTIONS, *given}
     plain = json.loads(json.dumps(config))  # tuples become lists, as in the files
     return {
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)

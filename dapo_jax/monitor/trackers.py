@@ -3,8 +3,7 @@
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -37,45 +36,30 @@ class Tracker(Protocol):
         ...
 
 
-class Guarded:
-    """A tracker whose first failure is a warning, and whose later ones are silent: it never stops a run."""
+def guarded(tracker: Any, name: str) -> Tracker:
+    """The tracker, but its first failure is a warning, and later ones are silent: it never stops a run."""
+    return cast("Tracker", _Guarded(tracker, name))
 
-    def __init__(self, tracker: Tracker, name: str) -> None:
+
+class _Guarded:
+    def __init__(self, tracker: Any, name: str) -> None:
         self._tracker, self._name, self._failed = tracker, name, False
 
-    def add_config(self, config: Mapping[str, Any], results: Sequence[str]) -> None:
-        with self._warns():
-            self._tracker.add_config(config, results)
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            try:
+                getattr(self._tracker, method)(*given)
+            except Exception as error:  # a tracker can raise anything
+                if not self._failed:
+                    logger.warning(
+                        "%s fails (%s: %s): some data will be missing there; metrics.jsonl is complete",
+                        self._name,
+                        type(error).__name__,
+                        error,
+                    )
+                self._failed = True
 
-    def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        with self._warns():
-            self._tracker.add_samples(step, samples)
-
-    def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
-        with self._warns():
-            self._tracker.add_histograms(step, histograms)
-
-    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        with self._warns():
-            self._tracker.add_scalars(step, values)
-
-    def close(self) -> None:
-        with self._warns():
-            self._tracker.close()
-
-    @contextmanager
-    def _warns(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # a tracker can raise anything
-            if not self._failed:
-                logger.warning(
-                    "%s fails (%s: %s): some data will be missing there; metrics.jsonl is complete",
-                    self._name,
-                    type(error).__name__,
-                    error,
-                )
-            self._failed = True
+        return call
 
 
 def own_tracker(name: str) -> Callable[..., Tracker]:
@@ -103,12 +87,12 @@ def _run_file(path: Path) -> Any:
     return module
 
 
-def start_own(name: str, workdir: Path, *, project: str, run: str, first_step: int) -> Guarded:
+def start_own(name: str, workdir: Path, *, project: str, run: str, first_step: int) -> Tracker:
     """A tracker of your own, guarded. InputError if it does not start."""
     tracker = own_tracker(name)
     try:
-        return Guarded(tracker(workdir, project=project, name=run, first_step=first_step), name)
-    except Exception as error:  # as in Guarded
+        return guarded(tracker(workdir, project=project, name=run, first_step=first_step), name)
+    except Exception as error:  # as in _Guarded
         raise InputError(
             f"trainer.logger has {name!r}, which does not start ({type(error).__name__}: {error}): correct it, or "
             "leave it out"

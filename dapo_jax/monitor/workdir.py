@@ -10,11 +10,11 @@ from pathlib import Path
 
 from etils import epath
 
+from dapo_jax.config.places import copy_of, is_address
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.lock import locked
 from dapo_jax.monitor.log import close_logging, log_failure, setup_logging
 from dapo_jax.monitor.mirror import KIND, mirrored
-from dapo_jax.places import copy_of, is_address
 
 
 def run_name(workdir: Path) -> str:

@@ -5,11 +5,10 @@
     dapo-jax data aime-2024        writes data/aime-2024.parquet; aime-2025 and amc-2023 likewise, from --input
     dapo-jax data sums             writes data/sums/train.parquet and data/sums/heldout.parquet, which it generates
 
-The rows come from the Hugging Face hub (pip install 'dapo_jax[hub]') or, with --input, from the publisher's files,
-Parquet or JSON Lines; for gsm8k the training problems, then the test problems. Each prompt is written once, while
-DAPO-Math-17k and AIME-2024 are published with about 100 and 32 copies. Prompts with several answers are left out, and
-training problems that are also test problems. A file appears when it is complete, files that exist are kept, and the
-same rows give the same bytes.
+The rows come from the Hugging Face hub or, with --input, from the publisher's files, Parquet or JSON Lines; for gsm8k
+the training problems, then the test problems. Each prompt is written once, while DAPO-Math-17k and AIME-2024 are
+published with about 100 and 32 copies. Prompts with several answers are left out, and training problems that are also
+test problems. A file appears when it is complete, files that exist are kept, and the same rows give the same bytes.
 """
 
 import argparse

@@ -23,8 +23,7 @@ from dapo_jax.command.command_line import refusals
 from dapo_jax.errors import InputError, say
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.records import METRICS
-from dapo_jax.tools.plot import empty_figure
-from dapo_jax.tools.run_files import metrics_of, record_of
+from dapo_jax.tools.plot import empty_figure, metrics_of, record_of
 
 
 def read_log(path: Path) -> dict[str, list[float]]:

@@ -22,11 +22,10 @@ from typing import Any
 
 from dapo_jax.command.command_line import refusals
 from dapo_jax.errors import InputError
-from dapo_jax.held_out import mean_accuracy
-from dapo_jax.monitor.catalogue import MAIN_CURVES
-from dapo_jax.monitor.records import METRICS
-from dapo_jax.report.numbers import is_number
-from dapo_jax.tools.run_files import metrics_of, record_of
+from dapo_jax.monitor.records import METRICS, read_rows
+from dapo_jax.monitor.tensorboard import MAIN_CURVES
+from dapo_jax.run.held_out import mean_accuracy
+from dapo_jax.tools.report.numbers import is_number
 
 AXES = {  # name -> label, what a step adds
     "steps": ("training steps", None),
@@ -124,6 +123,33 @@ def points(rows: Sequence[Row], metric: str | None, x: str) -> tuple[list[float]
     values = [mean_accuracy(row) if metric is None else row.get(metric) for row in rows]
     found = [(place, value) for place, value in zip(places(rows, x), values, strict=True) if value is not None]
     return [place for place, _ in found], [value for _, value in found]
+
+
+def record_of(given: str | Path, *names: str) -> Path:
+    """The file that is given, or the first of `names` that the work directory has.
+
+    Raises InputError if there is none.
+    """
+    path = Path(given).expanduser()
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise InputError(f"{given} does not exist: give the workdir of a run, or its {' or '.join(names)}")
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    raise InputError(f"{given} has no {' and no '.join(names)}: give the workdir of a run with a finished step")
+
+
+def metrics_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line that is cut off is left out. InputError if it is another file."""
+    try:
+        rows = read_rows(path)
+    except RuntimeError as error:
+        raise InputError(f"{error}, or give {METRICS} or its workdir") from error
+    if not rows and path.stat().st_size:
+        raise InputError(f"{path} does not hold rows of steps: give {METRICS} or its workdir")
+    return rows
 
 
 if __name__ == "__main__":

@@ -26,16 +26,16 @@ from typing import IO, NamedTuple
 from dapo_jax.command.command_line import read_options, refusals
 from dapo_jax.command.help import about
 from dapo_jax.command.validation import validate
+from dapo_jax.config.places import is_address
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat, with_values
 from dapo_jax.errors import InputError, say
 from dapo_jax.monitor.records import METRICS, config_differences, read_metrics
-from dapo_jax.places import is_address
-from dapo_jax.report.__main__ import report
-from dapo_jax.report.describe import steps_left
-from dapo_jax.report.numbers import duration
-from dapo_jax.report.read import SWEEP, read_run
 from dapo_jax.tools.plot import points
+from dapo_jax.tools.report.__main__ import report
+from dapo_jax.tools.report.describe import steps_left
+from dapo_jax.tools.report.numbers import duration
+from dapo_jax.tools.report.read import SWEEP, read_run
 
 FINISHED = "finished"  # file in the workdir of a finished run
 # A comma between two options: not within brackets, and before an even number of quotes.
@@ -80,7 +80,7 @@ def planned_runs(arms: Sequence[str], seeds: Sequence[int], options: Sequence[st
 
 def _config(options: Sequence[str]) -> Config:
     """The config of an arm, without what each run has of its own."""
-    config, _, origin = read_options(["sweep", *options])
+    config, origin = read_options(["sweep", *options])
     for key, setter in (("seed", "--seeds"), ("workdir", "--output")):
         if key in origin.given:
             raise InputError(f"{key} differs between the runs, and {setter} sets it: leave it out")

@@ -12,13 +12,14 @@ import pytest
 from small_run import small_config
 from terminal import look_at_a_terminal
 
-from dapo_jax.evaluate import bench
-from dapo_jax.export import export
+from dapo_jax.config.sections import MonitorConfig, TrainerConfig
+from dapo_jax.evaluate.evaluate import bench
+from dapo_jax.export.export import export
 from dapo_jax.monitor import bars
 from dapo_jax.monitor.bars import bar, shows_progress, surroundings
 from dapo_jax.monitor.console import Console
 from dapo_jax.parallel.compilation import compilation_shown
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
 
 def look_at_a_notebook(monkeypatch, *, widgets=False):
@@ -61,6 +62,7 @@ def test_the_bars_of_a_notebook_share_the_line_after_those_of_the_steps(monkeypa
     cell = look_at_a_notebook(monkeypatch)
     assert surroundings() == "notebook"
     console = Console(3, initial_step=0, enabled=True)
+    console.stage("testing")
     with bar("evaluating", total=2, unit="response", shown=True) as ended:
         ended.update(1)
         ended.refresh()
@@ -84,8 +86,8 @@ def test_a_notebook_with_widgets_has_them(monkeypatch):
 
 @pytest.mark.parametrize(("console", "shown"), [("steps", True), ("detailed", True), ("quiet", False), ("json", False)])
 def test_the_console_says_whether_there_are_bars(console, shown):
-    assert shows_progress(small_config("unused", **{"monitor.console": console})) is shown
-    assert not shows_progress(small_config("unused", **{"monitor.console": console, "trainer.logger": ("wandb",)}))
+    assert shows_progress(TrainerConfig(), MonitorConfig(console=console)) is shown
+    assert not shows_progress(TrainerConfig(logger=("wandb",)), MonitorConfig(console=console))
 
 
 def test_programs_are_counted_while_they_are_compiled():

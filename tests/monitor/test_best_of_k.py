@@ -6,8 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dapo_jax.monitor.best_of_k import expected_best, pass_at, problem_statistics, subset_sizes, vote
-from dapo_jax.monitor.statistics import evaluation_metrics
+from dapo_jax.monitor.statistics import (
+    evaluation_metrics,
+    expected_best,
+    pass_at,
+    problem_statistics,
+    subset_sizes,
+    vote,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "validation_metrics.json").read_text())
 VALUES = np.array([0.3, 1.0, -0.5, 0.3, 0.7])

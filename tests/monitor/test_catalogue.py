@@ -1,21 +1,20 @@
-"""The catalogue is what runs emit: all that they emit is declared, and all that is declared is emitted."""
+"""docs/metrics.md is what runs emit: all that they emit is declared there, and all that is declared is emitted."""
 
 import itertools
 import json
-from pathlib import Path
+import re
 
 import pytest
-import write_metrics_doc
+from metrics_page import CATALOGUE, HISTOGRAMS, METRICS, PAGE, declared, find, matches
 from reward_model_files import write_reward_model
 from small_families import changes_of, with_tokenizer
 from small_run import small_config
 
-from dapo_jax.evaluate import bench
-from dapo_jax.monitor.catalogue import CATALOGUE, find, matches, sections
+from dapo_jax.evaluate.evaluate import bench
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
-ROOT = Path(__file__).parents[2]
+NEEDS = {"accelerator", "several processes", "data.mixture", "rollout.segment_length", "an endpoint for reward.judge"}
 # Two short runs that have between them every part that emits metrics.
 WITH_CRITIC = {
     "algorithm.adv_estimator": "gae",
@@ -46,15 +45,20 @@ OF_EXPERTS = {
 }
 
 
-def test_the_documentation_is_the_catalogue():
-    written = (ROOT / "docs" / "metrics.md").read_text()
-    assert written == write_metrics_doc.document(), "run python scripts/docs/write_metrics_doc.py"
+def test_every_row_of_the_tables_is_read():
+    tables = PAGE.read_text().partition("\n## Other trackers")[0]
+    rows = re.findall(r"^\| `", tables, re.MULTILINE)
+    assert len(rows) == len(CATALOGUE) + len(HISTOGRAMS) > 150
+    assert {metric.needs for metric in CATALOGUE} - {""} == NEEDS
 
 
-def test_no_name_is_declared_twice():
+def test_no_name_is_declared_twice_and_each_is_in_its_section():
     variants = [variant for metric in CATALOGUE for variant in metric.variants()]
     assert len(variants) == len(set(variants))
-    assert [name for name, _ in sections()] == list(dict.fromkeys(name for name, _ in sections()))
+    for title, text in re.findall(r"^## ([\w/, ]+/)$\n(.*?)(?=^## |\Z)", METRICS, re.MULTILINE | re.DOTALL):
+        assert {variant.partition("/")[0] for metric in declared(text) for variant in metric.variants()} == {
+            part.strip("/") for part in title.split(", ")
+        }
 
 
 def test_names_are_matched_part_by_part():

@@ -139,8 +139,12 @@ def test_without_a_terminal_a_stage_that_lasts_has_a_line_and_later_another(monk
 
 def test_on_a_terminal_the_bar_shows_stage_and_steps_done(monkeypatch):
     terminal, console = look_at_a_terminal(monkeypatch), make_console(10, initial_step=4)
-    assert "4/10" in terminal.getvalue()
+    console.note("")
+    console.compiling("compiling")
+    assert terminal.getvalue() == ""  # what is refused before its first stage leaves no bar
+    console.compiling("")
     console.stage("gen")
+    assert "4/10" in terminal.getvalue()
     console.detail("round 2, 3 of 16 groups kept")
     console.compiling("compiling, 8 programs so far")
     assert "sampling; round 2, 3 of 16 groups kept; compiling, 8 programs so far" in terminal.getvalue()

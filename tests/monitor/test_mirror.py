@@ -3,7 +3,7 @@
 import pytest
 from bucket import ADDRESS, make_bucket
 
-from dapo_jax import places
+from dapo_jax.config import places
 from dapo_jax.monitor import lock
 from dapo_jax.monitor.mirror import mirrored
 from dapo_jax.monitor.records import RunRecords, read_metrics

@@ -7,10 +7,9 @@ import pytest
 from small_run import small_config
 
 from dapo_jax.monitor.console import Console
-from dapo_jax.monitor.monitor import Monitor
-from dapo_jax.monitor.profile import StepProfiles
+from dapo_jax.monitor.monitor import Monitor, StepProfiles
 from dapo_jax.monitor.timers import StageTimers
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
 STAGES = ("gen", "reward", "adv", "update_actor")
 

@@ -22,7 +22,7 @@ from ports import free_port
 from small_run import small_config
 from waiting import wait_until
 
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
 PERFETTO = os.environ.get("PERFETTO")
 XPROF = os.environ.get("XPROF") or shutil.which("xprof")

@@ -10,7 +10,7 @@ from dapo_jax.command.command_line import command, read_config
 from dapo_jax.monitor.environment import environment, recorded_environment
 from dapo_jax.monitor.recipe import recorded_recipe
 from dapo_jax.monitor.records import flatten, recorded_config
-from dapo_jax.training import open_records
+from dapo_jax.training.summary import open_records
 
 TINY = str(Path(__file__).parents[2] / "configs/tiny.py")
 
@@ -18,7 +18,7 @@ TINY = str(Path(__file__).parents[2] / "configs/tiny.py")
 def started(workdir, *options):
     """What a start of the training command records of its options."""
     arguments = ["train", "--config", TINY, f"--config.workdir={workdir}", *options]
-    with command(arguments) as config, open_records(config, None, lambda name: None):
+    with command(arguments) as (config, recipe), open_records(config, None, lambda name: None, recipe):
         pass
     return recorded_recipe(workdir)
 

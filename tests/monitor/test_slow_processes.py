@@ -10,8 +10,7 @@ from shapes import SMALL
 
 from dapo_jax.config.sections import AlarmConfig
 from dapo_jax.monitor.alarms import raise_alarms
-from dapo_jax.monitor.slow_processes import own_seconds, slowest_process
-from dapo_jax.monitor.timers import StageTimers
+from dapo_jax.monitor.timers import StageTimers, own_seconds, slowest_process
 from dapo_jax.parallel.processes import waiting
 
 
@@ -56,7 +55,7 @@ def test_a_process_whose_verifier_is_slow_is_a_metric_and_an_alarm(tmp_path):
     ended = run_together(
         [
             Process(
-                COMMAND.format("training"),
+                COMMAND.format("train"),
                 options({**given, **together(port, process)}),
                 {"JAX_NUM_CPU_DEVICES": "1", "SLEEPS": str(0.15 * process)},
             )

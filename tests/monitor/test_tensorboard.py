@@ -10,9 +10,7 @@ from flax import traverse_util
 from tensorboardX.proto.layout_pb2 import Layout
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from dapo_jax.monitor.catalogue import MAIN_CURVES
-from dapo_jax.monitor.recipe import RECIPE, Recipe
-from dapo_jax.monitor.tensorboard import EVENTS, LAYOUT, TensorBoard, counted, histogram
+from dapo_jax.monitor.tensorboard import EVENTS, LAYOUT, MAIN_CURVES, TensorBoard, counted, histogram
 
 
 @pytest.fixture
@@ -62,11 +60,9 @@ def test_the_table_of_runs_has_what_differs_from_runs_next_to_it_or_was_given(tm
         for place, text in {name: json.dumps(traverse_util.unflatten_dict(config, sep=".")), **NO_RUNS}.items():
             (tmp_path / place).mkdir(parents=True, exist_ok=True)
             (tmp_path / place / "config.json").write_text(text)
-        token = RECIPE.set(Recipe("mine.py", given, None))
         for first_step in (0, 5):  # the later start adds nothing
-            with closing(TensorBoard(tmp_path / name, first_step=first_step)) as board:
+            with closing(TensorBoard(tmp_path / name, first_step=first_step, given=given)) as board:
                 board.add_config(config, [])
-        RECIPE.reset(token)
         plugins = [part for _, part in values_of(tmp_path / name) if part.tag == "_hparams_/session_start_info"]
         assert len(plugins) == 1 == len([part for _, part in values_of(tmp_path / name) if "hparams" in part.tag])
         shown = HParamsPluginData.FromString(plugins[0].metadata.plugin_data.content).session_start_info.hparams

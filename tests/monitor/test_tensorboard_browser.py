@@ -15,10 +15,9 @@ from ports import free_port
 from waiting import wait_until
 
 from dapo_jax.config.sections import Config
-from dapo_jax.monitor.catalogue import MAIN_CURVES
 from dapo_jax.monitor.records import RunRecords
-from dapo_jax.monitor.tensorboard import LAYOUT, histogram
-from dapo_jax.reports import options
+from dapo_jax.monitor.tensorboard import LAYOUT, MAIN_CURVES, histogram
+from dapo_jax.training.summary import options
 
 pytest.importorskip("tensorboard")
 pytestmark = BROWSER

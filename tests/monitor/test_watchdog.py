@@ -15,12 +15,12 @@ from waiting import wait_until
 
 from dapo_jax.monitor import watchdog
 from dapo_jax.monitor.watchdog import HUNG, Watchdog
-from dapo_jax.run import open_monitor
+from dapo_jax.run.parts import open_monitor
 
 # Step 3 of a run hangs in its update.
 HANGS = """
 import time
-from dapo_jax import step
+from dapo_jax.training import step
 from dapo_jax.monitor import watchdog
 
 original, calls, watchdog.TIMES, watchdog.TOGETHER_S = step.update, [], 0, 3
@@ -89,7 +89,7 @@ def test_all_processes_of_a_run_that_hangs_say_where_and_end(tmp_path):
     ended = run_together(
         [
             Process(
-                HANGS + COMMAND.format("training"),
+                HANGS + COMMAND.format("train"),
                 options({**given, **together(port, i)}),
                 {"JAX_NUM_CPU_DEVICES": "1"},
             )

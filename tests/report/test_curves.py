@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from dapo_jax.report.curves import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Line, Point, draw, points, ticks, value_range
-from dapo_jax.report.curves import tick_label as label
+from dapo_jax.tools.report.curves import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Line, Point, draw, points, ticks, value_range
+from dapo_jax.tools.report.curves import tick_label as label
 
 
 def line(values, run=0, letter=""):

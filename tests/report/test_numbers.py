@@ -2,8 +2,18 @@
 
 from run_folder import row_of
 
-from dapo_jax.report.numbers import alarm_steps, duration, groups, letter, mean, number, percent, stage_seconds, total
-from dapo_jax.report.numbers import step_ranges as ranges
+from dapo_jax.tools.report.numbers import (
+    alarm_steps,
+    duration,
+    groups,
+    letter,
+    mean,
+    number,
+    percent,
+    stage_seconds,
+    total,
+)
+from dapo_jax.tools.report.numbers import step_ranges as ranges
 
 ROWS = [row_of(step) for step in range(1, 5)]
 

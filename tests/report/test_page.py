@@ -8,16 +8,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from metrics_page import CATALOGUE, find
 from run_folder import row_of, sample, write_run
 
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.catalogue import CATALOGUE, find
+from dapo_jax.monitor.console import STAGES
 from dapo_jax.monitor.recipe import Recipe
 from dapo_jax.monitor.records import to_json_line
-from dapo_jax.report.__main__ import main, report
-from dapo_jax.report.words import ALARMS, CHARTS, EFFICIENCY, STAGES
+from dapo_jax.tools.report.__main__ import main, report
+from dapo_jax.tools.report.words import ALARMS, CHARTS, EFFICIENCY
 
 SECTIONS = ["In short", "Curves", "What was trained", "What the group filter did", "Where the time went", "Alarms"]
 SECTIONS += ["Samples before and after", "Options"]

@@ -2,9 +2,9 @@
 
 from run_folder import sample, write_run
 
-from dapo_jax.report.read import read_run
-from dapo_jax.report.samples import HELD_OUT_PAIRS, KINDS, PAIRS, trained_pairs
-from dapo_jax.report.samples import held_out_pairs as evaluated_pairs
+from dapo_jax.tools.report.read import read_run
+from dapo_jax.tools.report.samples import HELD_OUT_PAIRS, KINDS, PAIRS, trained_pairs
+from dapo_jax.tools.report.samples import held_out_pairs as evaluated_pairs
 
 
 def pairs_of(folder, samples, pairs=trained_pairs):

@@ -1,7 +1,6 @@
 """`dapo-jax data`, on a few rows of the public files."""
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -181,8 +180,6 @@ def test_what_the_hub_has_is_made_and_without_it_files_are_asked_for(tmp_path, m
         assert "neither there nor at" in refusal(capsys, "aime-2024")
     unplug(monkeypatch)
     assert "cannot be reached" in (error := refusal(capsys, "aime-2024")) and "give its path" in error
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "pip install 'dapo_jax[hub]'" in refusal(capsys, "aime-2024")
 
 
 def test_recipes_name_what_the_hub_has_or_a_command_makes():

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from dapo_jax.monitor.console import STAGES
 from dapo_jax.monitor.statistics import HELD_OUT
-from dapo_jax.report.describe import held_out
-from dapo_jax.report.numbers import (
+from dapo_jax.tools.report.describe import held_out
+from dapo_jax.tools.report.numbers import (
     OUTSIDE,
     alarm_steps,
     duration,
@@ -19,8 +20,8 @@ from dapo_jax.report.numbers import (
     total,
     values,
 )
-from dapo_jax.report.read import RunFiles
-from dapo_jax.report.words import EFFICIENCY, STAGES
+from dapo_jax.tools.report.read import RunFiles
+from dapo_jax.tools.report.words import EFFICIENCY
 
 
 class Line(NamedTuple):

@@ -1,7 +1,8 @@
 """Host: a run in sentences: what was trained, how, how far it came."""
 
+from dapo_jax.monitor.console import STAGES
 from dapo_jax.monitor.statistics import HELD_OUT
-from dapo_jax.report.numbers import (
+from dapo_jax.tools.report.numbers import (
     alarm_steps,
     duration,
     groups,
@@ -14,8 +15,8 @@ from dapo_jax.report.numbers import (
     total,
     values,
 )
-from dapo_jax.report.read import SOLVED, RunFiles
-from dapo_jax.report.words import ALARMS, ESTIMATORS, STAGES
+from dapo_jax.tools.report.read import SOLVED, RunFiles
+from dapo_jax.tools.report.words import ALARMS, ESTIMATORS
 
 
 def progress(run: RunFiles) -> str:

@@ -13,16 +13,16 @@ from markupsafe import Markup
 
 from dapo_jax.monitor.readable import shortened, visible
 from dapo_jax.monitor.statistics import HELD_OUT
-from dapo_jax.report import tables
-from dapo_jax.report.curves import AXES, MANY, Line, draw, last_values, points
-from dapo_jax.report.describe import algorithm, facts, findings, held_out
-from dapo_jax.report.numbers import alarm_steps, is_on, letter, percent, short_power, step_ranges, values
-from dapo_jax.report.options import between, from_recipe
-from dapo_jax.report.read import RunFiles
-from dapo_jax.report.samples import held_out_pairs, trained_pairs
-from dapo_jax.report.seeds import bands_of, compared
-from dapo_jax.report.tables import efficiency, filter_bar, filter_tables, key_numbers, stage_table
-from dapo_jax.report.words import ALARMS, CHARTS, Alarm, Chart
+from dapo_jax.tools.report import tables
+from dapo_jax.tools.report.curves import AXES, MANY, Line, draw, last_values, points
+from dapo_jax.tools.report.describe import algorithm, facts, findings, held_out
+from dapo_jax.tools.report.numbers import alarm_steps, is_on, letter, percent, short_power, step_ranges, values
+from dapo_jax.tools.report.options import between, from_recipe
+from dapo_jax.tools.report.read import RunFiles
+from dapo_jax.tools.report.samples import held_out_pairs, trained_pairs
+from dapo_jax.tools.report.seeds import bands_of, compared
+from dapo_jax.tools.report.tables import efficiency, filter_bar, filter_tables, key_numbers, stage_table
+from dapo_jax.tools.report.words import ALARMS, CHARTS, Alarm, Chart
 
 _HERE = Path(__file__).parent
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from dapo_jax.report.numbers import Row, is_number, number, short_power
 from dapo_jax.tools.plot import AXES, places
+from dapo_jax.tools.report.numbers import Row, is_number, number, short_power
 
 WIDTH, HEIGHT = 420, 224
 LEFT, RIGHT, TOP, BOTTOM = 54, 24, 10, 38

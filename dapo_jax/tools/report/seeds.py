@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import scipy.special
 
-from dapo_jax.report.describe import steps, steps_left
-from dapo_jax.report.numbers import Row, is_number, total, values
-from dapo_jax.report.read import RunFiles
 from dapo_jax.tools.plot import points
+from dapo_jax.tools.report.describe import steps, steps_left
+from dapo_jax.tools.report.numbers import Row, is_number, total, values
+from dapo_jax.tools.report.read import RunFiles
 
 INTERVAL_SEEDS = 3  # with fewer, an interval says nothing
 _OWN = ("seed", "workdir", "trainer.checkpoint_dir", "trainer.experiment_name", "trainer.project_name")  # of each run

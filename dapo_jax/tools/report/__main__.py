@@ -22,9 +22,9 @@ from dapo_jax.command.command_line import refusals
 from dapo_jax.command.help import about
 from dapo_jax.errors import InputError, say
 from dapo_jax.monitor.console import aligned
-from dapo_jax.report.page import page
-from dapo_jax.report.read import read_run, runs_of
-from dapo_jax.report.seeds import compared, grouped
+from dapo_jax.tools.report.page import page
+from dapo_jax.tools.report.read import read_run, runs_of
+from dapo_jax.tools.report.seeds import compared, grouped
 
 _NAME = "report.html"
 

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from dapo_jax.monitor import console
-
 
 class Chart(NamedTuple):
     title: str
@@ -125,8 +123,6 @@ CHARTS = (
         "Without evaluation and saving. The first step also compiles.",
     ),
 )
-
-STAGES = {**console.STAGES, "other": "the rest of the steps"}
 
 EFFICIENCY = {  # metric -> what works, what its waste is
     "perf/prefill_efficiency": ("Reading prompts", "padding, and prompts read more than once"),

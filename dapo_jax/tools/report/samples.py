@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from dapo_jax.monitor.readable import shortened, visible
 from dapo_jax.monitor.statistics import HELD_OUT
-from dapo_jax.report.numbers import is_number, number
-from dapo_jax.report.read import RunFiles, read_samples
-from dapo_jax.sample_texts import HELD_OUT_KIND
+from dapo_jax.tools.report.numbers import is_number, number
+from dapo_jax.tools.report.read import RunFiles, read_samples
+from dapo_jax.training.sample_texts import HELD_OUT_KIND
 
 Sample = dict[str, Any]
 HELD_OUT_PAIRS = 4

@@ -7,7 +7,7 @@ from dapo_jax.command.help import field_comments
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS
 from dapo_jax.monitor.records import flatten
-from dapo_jax.report.read import RunFiles
+from dapo_jax.tools.report.read import RunFiles
 
 _WHERE = ("workdir",)  # says where a run is, not what it does
 
