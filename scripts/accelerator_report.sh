@@ -6,7 +6,7 @@
 #   --output DIR      new or empty folder for report.json and report.md (default: runs/accelerator_report)
 #   --minutes N       most that all sections take together (default: 9)
 #   --sections A,B    only these of attention, tokens, training, rollout_0.5b, update_0.5b, rollout_1.5b, update_1.5b,
-#                     memory, which needs the updates, and long_tail
+#                     memory, which needs the updates, rows_0.5b, rows_1.5b and long_tail
 #   --small           tiny sizes, as on a machine without an accelerator
 #
 # Uses the first interpreter that can import dapo_jax and what it needs ($PYTHON, the active one, .venv); if there
@@ -19,7 +19,7 @@ show_help "$@"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 interpreter=
 for candidate in "${PYTHON:-}" python python3 "$root/.venv/bin/python"; do
-  if [[ -n "$candidate" ]] && "$candidate" -c "import dapo_jax.training" 2>/dev/null; then
+  if [[ -n "$candidate" ]] && "$candidate" -c "import dapo_jax.training.loop" 2>/dev/null; then
     interpreter=$candidate
     break
   fi

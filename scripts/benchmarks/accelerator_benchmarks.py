@@ -141,9 +141,9 @@ def model_flops(arch: Any, args: argparse.Namespace) -> float:
 
 def attention_of(run: Any) -> str:
     """What computes the attention of a run's training passes."""
-    from dapo_jax.settings import chosen_attention
+    from dapo_jax.run.settings import chosen_attention
 
-    return chosen_attention(run.config, run.arch, run.learner.mesh)[0]
+    return chosen_attention(run.config.model, run.config.data, run.arch, run.learner.mesh)[0]
 
 
 def first_leaves(params: Any) -> list[np.ndarray]:

@@ -280,7 +280,7 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
         run = open_random_run(stack, args, dtype, options)
         params = known_params(run)
         rollout = run.sampler.engine.generate(
-            run.learner.decode_weights(params),
+            run.learner.networks.decode_weights(params),
             prompts,
             range(rows),
             num_samples=1,
@@ -320,7 +320,7 @@ def batch_of(run: Any, prompts: list[list[int]], responses: np.ndarray) -> Any:
         versions=np.zeros(count, np.int64),
         failed=np.zeros((count, 1), bool),
     )
-    return rows_of(run.learner, experience, num_groups=count)
+    return rows_of(experience, num_groups=count, pad_id=run.sampler.tokenizer.pad_id)
 
 
 def known_params(run: Any) -> Any:

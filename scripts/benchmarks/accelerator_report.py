@@ -55,6 +55,8 @@ SECTIONS = (  # the most important first
     Section("rollout_1.5b", "Rollout, 1.5B", 30, 240),
     Section("update_1.5b", "Update, 1.5B", 30, 240),
     Section("memory", "Memory against the preflight's forecast", 20, 240),
+    Section("rows_0.5b", "Rollout of as many rows as a step has, 0.5B", 40, 240),
+    Section("rows_1.5b", "Rollout of as many rows as a step has, 1.5B", 40, 240),
     Section("long_tail", "Slots on equal lengths and on a long tail, 0.5B", 90, 300),
 )
 

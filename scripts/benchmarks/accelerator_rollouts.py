@@ -25,8 +25,11 @@ from contenders import device_limits
 from workload import response_lengths
 
 
-def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
-    """Sampling all rows to their full length: tokens per second, and the share of what reading memory allows."""
+def rollout(findings: Findings, folder: Path, *, small: bool, size: str, most: int = 256) -> None:
+    """Sampling all rows to their full length: tokens per second, and the share of what reading memory allows.
+
+    `most`: rows of a device, if they fit.
+    """
     import jax
 
     from dapo_jax.models.weights import count_params
@@ -34,7 +37,7 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
     shape, devices = (STAND_INS if small else SIZES)[size], jax.device_count()
     prompt, length = (8, 16) if small else (512, 512)
     arch = architecture(shape)
-    per_device = rows_that_fit(arch, prompt, length, most=16 if small else 256)
+    per_device = rows_that_fit(arch, prompt, length, most=16 if small else most)
     if not per_device:
         findings.keep(skipped=f"{shape} does not fit {gib(memory_limit())}")
         return
@@ -66,7 +69,7 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
 
 
 def long_tail(findings: Findings, folder: Path, *, small: bool) -> None:
-    """Slots for all rows, half and a quarter of them, with responses of equal and of many lengths."""
+    """Slots for all rows and for half of them, with responses of equal and of many lengths."""
     import jax
 
     shape, devices = (STAND_INS if small else SIZES)["0.5b"], jax.device_count()
@@ -83,7 +86,7 @@ def long_tail(findings: Findings, folder: Path, *, small: bool) -> None:
         f"responses of {longest} tokens, or of {mean:.0f} on average and {longest} at most ({cases['long tail']}). The "
         f"rows that are not in a slot wait for one. Seconds are the median of {REPEATS} after a first call."
     )
-    for parts in (1, 2) if small else (1, 2, 4):
+    for parts in (1, 2):
         slots = args.batch // parts
         ours = benchmark_rollout.Ours(args, DTYPE, slots)
         for lengths, case in cases.items():

@@ -72,11 +72,13 @@ def show_choices(findings: Findings) -> None:
     from dapo_jax.config.sections import Config
     from dapo_jax.models.hf_architecture import architecture_from_hf
     from dapo_jax.parallel.mesh import make_mesh
-    from dapo_jax.settings import chosen_attention, compute_dtype
+    from dapo_jax.run.settings import chosen_attention, compute_dtype
 
     mesh, config = make_mesh(-1, 1, 1), Config()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="auto", attention="fused"))
-    kernel, reason = chosen_attention(config, architecture_from_hf(contenders.config_json("qwen2.5-0.5b")), mesh)
+    kernel, reason = chosen_attention(
+        config.model, config.data, architecture_from_hf(contenders.config_json("qwen2.5-0.5b")), mesh
+    )
     dtype = compute_dtype(config.model, mesh).name
     for option, chosen, why in (("model.dtype=auto", dtype, ""), ("model.attention=fused", kernel, reason)):
         findings.row("What dapo_jax chooses", option=option, value=chosen, reason=why or None)
@@ -145,7 +147,7 @@ def micro_batches(devices: int) -> dict[str, Any]:
 
 
 def show_training(findings: Findings, workdir: Path, seconds: float) -> None:
-    """Tables and checks of a run that has ended."""
+    """Tables and checks of a finished run."""
     from dapo_jax.monitor.records import read_metrics
 
     rows = read_metrics(workdir)
@@ -199,6 +201,8 @@ SECTIONS: dict[str, Callable[..., None]] = {
     "training": training,
     "memory": accelerator_benchmarks.memory,
     "long_tail": accelerator_rollouts.long_tail,
+    "rows_0.5b": functools.partial(accelerator_rollouts.rollout, size="0.5b", most=3072),
+    "rows_1.5b": functools.partial(accelerator_rollouts.rollout, size="1.5b", most=1024),
 } | {
     f"{part.__name__}_{size}": functools.partial(part, size=size)
     for part in (accelerator_rollouts.rollout, accelerator_benchmarks.update)

@@ -1,4 +1,4 @@
-"""The comparison with TRL, whose trainer is not installed here: what it is told, and what is made of its records."""
+"""The comparison with TRL, whose trainer is not installed here: its settings, and what is made of its records."""
 
 import json
 from pathlib import Path

@@ -22,7 +22,7 @@ LAUNCH = SCRIPTS / "launch"
 JOBSET = LAUNCH / "gke_jobset.yaml"
 TOOLS = Path(sys.executable).parent
 NAMES = ["host-0", "host-1"]
-PAGE = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/pods.md").read_text(), re.M | re.S)
+PAGE = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/scaling.md").read_text(), re.M | re.S)
 
 # Stands in for `gcloud compute tpus tpu-vm`: a worker is a folder, its shell a bash whose home is that folder.
 GCLOUD = """
@@ -87,7 +87,7 @@ def runs(pid: int) -> bool:
 
 
 def block(name: str) -> str:
-    """The commands of docs/pods.md that speak of `name`."""
+    """The commands of docs/scaling.md that speak of `name`."""
     [found] = [block for block in PAGE if name in block]
     return found
 
@@ -126,9 +126,7 @@ def test_the_way_to_a_tpu_vm_is_as_the_page_says(pod, tmp_path):
         assert (home / "sudo.log").read_text().splitlines()[1:] == ["mkdir -p /shared", "mount 10.0.0.2:/share /shared"]
         calls = (home / "python3.log").read_text().splitlines()
         assert [one.split(" ")[0] for one in calls] == [str(home / "dapo_jax")] * 3
-        assert calls[-1].endswith(
-            " -m uv pip install --quiet --python venv/bin/python --editable ./source[tpu,gcs,hub]"
-        )
+        assert calls[-1].endswith(" -m uv pip install --quiet --python venv/bin/python --editable ./source[tpu,gcs]")
     assert set(said("started", pod.pids()) + said("stopped", pod.pids())) <= set(done.stdout.splitlines())
     assert not any(map(runs, pod.pids())) and not list(temporary.iterdir())
     calls = "\n".join(calls_of(pod.tools)).split("gcloud <compute> <tpus> <tpu-vm> ")[1:]
@@ -249,7 +247,7 @@ def test_the_way_to_slurm_is_as_the_page_says(cluster):
     done = call("-euc", block("sbatch"), folder=cluster, tools=cluster, STATUS="0", **JOB)
     assert done.returncode == 0, done.stderr
     _, install, data, _, submitted, step = calls_of(cluster)
-    assert install == "pip <install> <-e> <.[cuda13,hub]>"
+    assert install == "pip <install> <-e> <.[cuda13]>"
     assert data == "dapo-jax <data> <dapo-math-17k>"
     assert submitted.startswith("sbatch <--nodes=2> ")
     options = "<--config> <configs/dapo_qwen2.5_7b_math.py> <--config.workdir=/shared/runs/math> <--config.mesh.fsdp=4>"
@@ -327,4 +325,4 @@ def test_the_container_is_linted_holds_files_that_exist_and_does_not_run_as_root
     assert [line for line in lines if line.startswith("USER")][-1] == "USER 1000"
     [extra] = [line.removeprefix("ARG EXTRA=") for line in lines if line.startswith("ARG EXTRA=")]
     setup = (ROOT / "setup.py").read_text()
-    assert f'"{extra}": [' in setup and '"gcs": [' in setup and any('".[$EXTRA,gcs,hub]"' in line for line in lines)
+    assert f'"{extra}": [' in setup and '"gcs": [' in setup and any('".[$EXTRA,gcs]"' in line for line in lines)

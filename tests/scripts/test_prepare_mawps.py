@@ -41,7 +41,7 @@ def test_problems_that_tell_the_same_story_have_one_template():
     assert template_of(rows[12]) == template_of(rows[17])  # walnut trees, maple trees
     other = "Jo starts with two pens. He buys 1,000 more. How many pens does Jo end with?"
     assert template_of(rows[3]) == template_of(other)
-    assert template_of(rows[13]) != template_of(rows[12])  # what is planted is asked for, or given
+    assert template_of(rows[13]) != template_of(rows[12])  # what is planted is the question, or given
 
 
 def test_a_thing_is_the_same_in_singular_and_plural():

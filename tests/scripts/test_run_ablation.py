@@ -1,5 +1,6 @@
 """The comparisons, and what is made of the metrics of their runs."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -17,7 +18,7 @@ import run_ablation
 from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.config.values import DEFAULTS
-from dapo_jax.report import seeds
+from dapo_jax.tools.report import seeds
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor"}
@@ -74,7 +75,7 @@ def test_equal_configs_share_their_runs():
     model = Path(configured("dapo", "+ dynamic sampling").model.path).name
     same = ["--config.seed=3", "--config.workdir=elsewhere", f"--config.model.path=elsewhere/{model}"]
     assert whole == changed(*same)
-    assert whole not in (changed("--config.rollout.top_p=0.9"), changed("--config.model.path=another.gguf"))
+    assert whole not in (changed("--config.rollout.top_p=0.9"), changed("--config.model.path=another"))
 
 
 def rows_of(accuracies: list[float], tokens: list[int]) -> list[dict]:
@@ -108,7 +109,7 @@ def write_run(workdir: Path, rows: list[dict]) -> None:
 
 def run_of(arm: str, seed: int, rows: list[dict], machine: str = "a machine"):
     kept = [{name: value for name, value in row.items() if finished_runs.is_kept(name, value)} for row in rows]
-    return finished_runs.Run(arm, "config", seed, machine, {}, kept)
+    return finished_runs.Run(arm, "config", seed, machine, {}, kept, finished_runs.means_of(rows))
 
 
 @pytest.fixture
@@ -129,8 +130,8 @@ def arms(tmp_path):
 def test_the_table_reads_the_curves(arms):
     runs = finished_runs.finished_runs(arms, range(11))
     assert [(run.arm, run.seed) for run in runs] == [("naive GRPO", 0), ("naive GRPO", 10), ("+ dynamic sampling", 0)]
-    dropped = {"perf/throughput", "dynamic_sampling/uniform_share", "alarm/kl_jump"}
-    assert runs[0].rows[1].keys() == rows_of([0.5], [100])[1].keys() - dropped, "alarms that are on are kept"
+    dropped = {"perf/throughput", "dynamic_sampling/uniform_share", "alarm/truncation", "alarm/kl_jump"}
+    assert runs[0].rows[1].keys() == rows_of([0.5], [100])[1].keys() - dropped
     assert (runs[0].versions, runs[0].machine) == ({"python": "3", "jax": "2"}, "8 x cpu on a processor")
     assert runs[0].exit_code == 0 and re.fullmatch(r"|[\w.-]{7,}\+?", runs[0].commit)
     assert [run.seed for run in finished_runs.finished_runs(arms, [10, 3])] == [10]
@@ -143,6 +144,22 @@ def test_the_table_reads_the_curves(arms):
     assert comparison_report.token_budget(runs) == 200 and comparison_report.step_budget(runs) == 2
     assert comparison_report.deviation_between_seeds(runs) == pytest.approx(2**0.5 / 4)  # .75 and .25
     assert comparison_report.deviation_between_seeds(runs[1:]) is None
+
+
+def test_of_some_metrics_only_the_mean_over_the_steps_is_kept():
+    clipped, *_ = finished_runs.MEANS
+    assert finished_runs.means_of([{"step": 0}, {clipped: 0.25}, {clipped: None}, {clipped: 0.5}]) == {clipped: 0.375}
+    run = dataclasses.replace(run_of("a", 0, rows_of([0.5], [9])), means={clipped: 0.375})
+    assert [(row["clipped"], row["mismatch"]) for row in comparison_report.table([run])] == [("0.3750", "-")]
+
+
+def test_rows_are_kept_as_columns_and_read_again():
+    rows = [{"step": step, "a": 0.5 * step} | ({"eval": 0.25} if step == 5 else {}) for step in range(7)]
+    rows[0].pop("a")
+    columns = finished_runs.as_columns(rows)
+    assert columns == {"step": [*range(7)], "a": [None, 0.5, 1, 1.5, 2, 2.5, 3], "eval": {5: 0.25}}
+    assert '"a": [null, 0.5, 1, ' in json.dumps(columns)
+    assert finished_runs.as_rows(json.loads(json.dumps(columns))) == rows
 
 
 def test_arms_of_unequal_length_are_compared_after_equal_steps():
@@ -266,5 +283,5 @@ def test_a_run_that_fails_ends_the_script_or_counts_as_far_as_it_came(tmp_path, 
         run_ablation.main([*call, "--accept-failures"])
         assert len(trained.seeds) == 3, "nor is it run again"
     report = json.loads((tmp_path / "results/filter_metric.json").read_text())
-    assert [(run["seed"], run["exit_code"], len(run["rows"])) for run in report["runs"]] == [(0, 1, 2)] * 3
+    assert [(run["seed"], run["exit_code"], len(run["rows"]["step"])) for run in report["runs"]] == [(0, 1, 2)] * 3
     assert report["command"].endswith("--seeds 0 --output docs/results --accept-failures")

@@ -17,14 +17,14 @@ from scripts.stand_ins import calls_of, stand_in, start
 from waiting import LIMIT_S, wait_until
 
 from dapo_jax.command.command_line import read_config
-from dapo_jax.export import export
+from dapo_jax.export.export import export
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = str(SCRIPTS.parent / "tests/small_recipe.py")
 HOST_NUMBERS = ("HOST", "TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID")
 VARIABLES = (*HOST_NUMBERS, "CONFIG", "OUTPUT", "TOPOLOGY", "DAPO_FILE", "AIME_FILE")
 
-# Stands in for Python: writes what it is asked for last, and lets the real one read reports.
+# Stands in for Python: writes its last argument, and lets the real one read reports.
 PYTHON = f"""
 [[ $1 == -c ]] && exec {sys.executable} "$@"
 file="${{@: -1}}"

@@ -55,8 +55,8 @@ def test_the_quickstart_makes_an_environment_once_and_trains(checkout, tmp_path)
     assert version.startswith("<-c> ") and venv == "<-m> <venv> <.venv>"
     assert install.startswith("<-m> <pip> <install> ") and install.endswith(" <.>")
     assert train == "<-m> <dapo_jax.train> <--config> <quickstart>"
-    assert checkout("scripts/quickstart.sh", "--model", "a b.gguf", "--config.seed=1") == [
-        f"{train} <--config.model.path=a b.gguf> <--config.seed=1>"
+    assert checkout("scripts/quickstart.sh", "--model", "a b", "--config.seed=1") == [
+        f"{train} <--config.model.path=a b> <--config.seed=1>"
     ]
 
 

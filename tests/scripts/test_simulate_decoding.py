@@ -22,7 +22,7 @@ def test_a_chunk_by_hand(bandwidth):
     keys = (3 + 1 + 2) * 8  # pages, and a tail for each slot
     operations = 2 * 2 * weights + keys * 2 * 4 * 4 * 16
     read = 2 * weights + keys * 2 * 2 * 2 * 16 * 2
-    assert queue.counted.decodes == {(2, 0): 1}
+    assert queue.decodes == {(2, 0): 1}
     assert queue.seconds == pytest.approx(8 * max(operations / 1e6, read / bandwidth) / 2)
     assert queue.drawn == 8 + 1 + 5
 
