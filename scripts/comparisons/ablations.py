@@ -90,7 +90,7 @@ SHOULD_YOU_FILTER = {
         "trainer.total_training_steps": "120",
     },
 }
-ACTING = {  # each on top of naive GRPO, beside the metric that it is meant to move
+ACTING = {  # each on top of naive GRPO, next to the metric that it is meant to move
     "naive GRPO": {},
     "clip-higher": {"actor.clip_ratio_high": "0.28"},  # entropy
     "token-level loss": {"actor.loss_agg_mode": "token-mean"},  # length

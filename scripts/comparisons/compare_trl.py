@@ -5,7 +5,7 @@
 configs/sums.py has the task and the settings. TRL's trainer gets the same: loss_type "dapo", clip-higher, truncated
 completions left out, its soft overlong punishment, as many updates per generation, the same learning rate at each step.
 It has no dynamic sampling, so each of its steps samples only one batch; a second arm here has none either. It loads the
-same GGUF file and samples with transformers' generate (not vLLM). Its accuracy is measured on the same held-out
+same model and samples with transformers' generate (not vLLM). Its accuracy is measured on the same held-out
 problems, two samples each at temperature 1. It mixes the rows of all groups before it splits them into updates; here an
 update has whole groups. train_with_trl.py is its side.
 
@@ -13,7 +13,7 @@ Runs are stored and reported like those of run_ablation.py, but never reused fro
 seconds are compared: those of training steps, without loading, evaluation and checkpoints, but with compilation (in
 each run) and warm-up.
 
-TORCH_ENV: pip install torch trl gguf pyarrow.
+TORCH_ENV: pip install torch trl pyarrow.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -37,7 +37,7 @@ from run_ablation import command_of, command_options, folder_of, train
 
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.monitor.environment import host
-from dapo_jax.settings import learning_rate_of
+from dapo_jax.run.settings import learning_rate_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -53,7 +53,7 @@ COMPARISON = Comparison(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl", type=Path, required=True, help="Python interpreter that has torch, trl and gguf")
+    parser.add_argument("--trl", type=Path, required=True, help="Python interpreter that has torch and trl")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare_trl", help="folder of the workdirs")
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")

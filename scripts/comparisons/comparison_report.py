@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from finished_runs import Row, Run
+from finished_runs import Row, Run, as_columns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
 from markdown_table import markdown_table
 
-from dapo_jax.report.seeds import paired, spread, with_interval
 from dapo_jax.tools.plot import AXES, empty_figure, points
+from dapo_jax.tools.report.seeds import paired, spread, with_interval
 
 INTERVAL_SEEDS = 5  # with fewer, the interval is wide and says little
 FORMS = {  # columns that hold a measure of each run
@@ -90,9 +90,9 @@ def report(name: str, runs: Sequence[Run], output: Path | None, about: Mapping[s
         "step_budget": step_budget(runs),
         "token_budget": token_budget(runs),
         "deviation_between_seeds": deviation_between_seeds(runs),
-        "runs": [asdict(run) for run in runs],
+        "runs": [asdict(run) | {"rows": as_columns(run.rows)} for run in runs],
     }
-    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
     draw(name, runs, PANELS, output / f"{name}.png")
     draw(name, runs, PANELS[:ACCURACY_PANELS], output / f"{name}_accuracy.png")
 
@@ -193,10 +193,10 @@ def measures(runs: Sequence[Run]) -> dict[str, dict[int, dict[str, float]]]:
             "cut off": answers.get("response_length/clip_ratio", np.nan),
             "trained length": mean(run.rows, "response_length/mean"),
             "trained cut off": mean(run.rows, "response_length/clip_ratio"),
-            "clipped": mean(run.rows, "actor/pg_clipfrac"),
+            "clipped": run.means.get("actor/pg_clipfrac", np.nan),
             "entropy": mean(end, "actor/entropy"),
             "uniform": mean(end, "dynamic_sampling/uniform_share"),
-            "mismatch": mean(run.rows, "rollout_corr/logprob_abs_diff"),
+            "mismatch": run.means.get("rollout_corr/logprob_abs_diff", np.nan),
         }
     return found
 

@@ -6,19 +6,23 @@ report states machine, versions and commit, and no run of a report is dropped si
 default does not invalidate a run: choose another folder for runs and reports after a change that matters.
 """
 
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
 
 from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.tools.sweep import FINISHED
 
-KEPT = (  # of metrics.jsonl; with the accuracies on task sets
+KEPT = (  # of metrics.jsonl, for tables and pictures; with the accuracies and lengths on task sets
     "step",
     "dynamic_sampling/generated_tokens",
     "timing_s/step",
@@ -28,22 +32,16 @@ KEPT = (  # of metrics.jsonl; with the accuracies on task sets
     "actor/entropy",
     "dynamic_sampling/uniform_share",
     "train/filter_rate",
-    "actor/pg_clipfrac",
-    "actor/grad_norm",
-    "rollout_corr/logprob_abs_diff",
-    "rollout_corr/k3_kl",
-    "critic/score/mean",
-    "perf/cpu_memory_used_gb",
 )
+MEANS = "actor/pg_clipfrac", "rollout_corr/logprob_abs_diff"  # of which a table needs the mean over the steps alone
 KEPT_OF_EVALUATION = "/acc/mean@", "/response_length/mean", "/response_length/clip_ratio"
-KEPT_ALARMS = "alarm/"  # that are on
 VERSIONS = "python", "jax", "torch", "transformers", "trl"  # that are reported
 Row = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of an arm, as reports keep it."""
+    """One training run of an arm. Reports keep its rows as columns."""
 
     arm: str
     config: str  # equal for equal configs, but for seed and workdir
@@ -51,6 +49,7 @@ class Run:
     machine: str
     versions: Mapping[str, str]  # library -> version
     rows: list[Row]  # of metrics.jsonl, step by step, with the metrics that are KEPT
+    means: Mapping[str, float]  # the MEANS of them
     commit: str = ""  # of the code that ended it, with "+" if files were changed; "" = not known
     exit_code: int = 0  # 1: it failed; its steps up to then count
 
@@ -87,7 +86,37 @@ def finished_runs(
 def reported_runs(reports: Iterable[Path]) -> dict[tuple[str, int], Run]:
     """Config and seed -> run, of all reports among some files; the last report counts if several have it."""
     runs = [run for path in reports if path.exists() for run in json.loads(path.read_text()).get("runs", ())]
-    return {(run["config"], run["seed"]): Run(**run) for run in runs}
+    return {(run["config"], run["seed"]): Run(**{**run, "rows": as_rows(run["rows"])}) for run in runs}
+
+
+def as_columns(rows: Sequence[Row]) -> dict[str, Any]:
+    """The rows by metric: its values, None where a row has none, or {number of the row: value} if most have none."""
+    columns: dict[str, Any] = {}
+    for name in dict.fromkeys(itertools.chain(*rows)):
+        found = {number: _plain(row[name]) for number, row in enumerate(rows) if name in row}
+        columns[name] = found if 2 * len(found) < len(rows) else [found.get(number) for number in range(len(rows))]
+    return columns
+
+
+def as_rows(columns: Mapping[str, Any]) -> list[Row]:
+    """The rows of `as_columns`; each has a step."""
+    rows: list[Row] = [{} for _ in columns["step"]]
+    for name, found in columns.items():
+        for number, value in found.items() if isinstance(found, dict) else enumerate(found):
+            if value is not None:
+                rows[int(number)][name] = value
+    return rows
+
+
+def _plain(value: float) -> float:
+    """Whole numbers without their decimal point, which a file has no use for."""
+    return int(value) if float(value).is_integer() else value
+
+
+def means_of(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """The MEANS, each over the rows that have it; without those that no row has."""
+    values = {name: [value for row in rows if (value := row.get(name)) is not None] for name in MEANS}
+    return {name: float(np.mean(found)) for name, found in values.items() if found}
 
 
 def runs_of_folder(arm: str, folder: Path) -> Iterator[Run]:
@@ -95,9 +124,9 @@ def runs_of_folder(arm: str, folder: Path) -> Iterator[Run]:
     for workdir in folder.glob("seed*"):
         if is_finished(workdir):
             where = recorded_environment(workdir)
+            measured = read_metrics(workdir)
             rows = [
-                {key: float(f"{value:.6g}") for key, value in row.items() if is_kept(key, value)}
-                for row in read_metrics(workdir)
+                {key: float(f"{value:.6g}") for key, value in row.items() if is_kept(key, value)} for row in measured
             ]
             yield Run(
                 arm=arm,
@@ -106,6 +135,7 @@ def runs_of_folder(arm: str, folder: Path) -> Iterator[Run]:
                 machine=f"{where['devices']} on {where['host']}",
                 versions={name: where["versions"][name] for name in VERSIONS if name in where["versions"]},
                 rows=rows,
+                means=means_of(measured),
                 **json.loads((workdir / FINISHED).read_text() or "{}"),
             )
 
@@ -122,5 +152,4 @@ def is_kept(metric: str, value: float | None) -> bool:
     """Whether a value of metrics.jsonl is part of the report."""
     if value is None:
         return False
-    evaluated = metric.startswith("eval/") and any(part in metric for part in KEPT_OF_EVALUATION)
-    return metric in KEPT or evaluated or (metric.startswith(KEPT_ALARMS) and value == 1)
+    return metric in KEPT or (metric.startswith("eval/") and any(part in metric for part in KEPT_OF_EVALUATION))

@@ -32,18 +32,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dapo_jax.base_models import read_model
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import default_config, freeze
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer, piece_tokenizer
 from dapo_jax.data.worked_sums import HIGH, LOW, NUM_TERMS, sum_row, sums
-from dapo_jax.export import write_policy
+from dapo_jax.export.export import write_policy
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import init_params
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run.base_models import read_model
 
 Demonstration = tuple[list[Any], str]  # messages of the prompt, response
 SPELLING = "spell_backward"

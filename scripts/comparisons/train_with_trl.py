@@ -66,12 +66,9 @@ def environment(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(path: Path) -> tuple[Any, Any]:
-    """The model with plain float32 weights, and the tokenizer, of a GGUF file."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    model = transformers.AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict())
-    return model, tokenizer
+    """The float32 model and the tokenizer of a directory."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left")
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tokenizer
 
 
 def config_of(given: dict[str, Any], workdir: Path) -> Any:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the reports of docs/preflight.md: JSON into docs/results, tables into the pages that show them.
+# Makes the reports of docs/scaling.md: JSON into docs/results, tables into the pages that show them.
 # It needs no accelerator, and installs JAX's compilers for them as scripts/test_accelerators.sh does.
 #
 #   bash scripts/docs/preflight_reports.sh [name ...]

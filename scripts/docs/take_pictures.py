@@ -34,7 +34,7 @@ def train(folder: Path) -> None:
     for name, rate in RATES.items():
         options = [f"--config.actor.optim.lr={rate}", f"--config.workdir={folder / name}"]
         subprocess.run([sys.executable, "-m", "dapo_jax.train", "--config=tiny", *options], check=True)
-    subprocess.run([sys.executable, "-m", "dapo_jax.report", str(folder / "tiny")], check=True)
+    subprocess.run([sys.executable, "-m", "dapo_jax.tools.report", str(folder / "tiny")], check=True)
 
 
 @contextmanager

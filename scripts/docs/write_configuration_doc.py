@@ -35,7 +35,7 @@ A config file starts from `default_config()` and states what differs, or is a YA
 and all problems of a config are reported together before a device is touched.
 
 An option that the rest of the config leaves unread is refused too, with the setting that would read it
-([`dapo_jax/command/option_uses.py`](../dapo_jax/command/option_uses.py) lists them). A recipe can still be varied by
+(`READS` in [`sections.py`](../dapo_jax/config/sections.py) lists them). A recipe can still be varied by
 one option: what the command line switches off, such as `leftover` by
 `--config.algorithm.filter_groups.enable=False`, returns to its default, and a warning names it.
 """

@@ -1,14 +1,16 @@
-"""Writes the tables of docs/preflight.md, and docs/results/preflight.md, from the reports in docs/results/.
+"""Writes the tables of docs/scaling.md, and docs/results/preflight.md, from the reports in docs/results/.
 
     python scripts/docs/write_preflight_doc.py
 
-scripts/docs/preflight_reports.sh makes the reports. A report that has not been made is left out.
+scripts/docs/preflight_reports.sh makes the reports. A report that has not been made is left out. Each file is reduced
+to what the tables need: no program, and few options.
 """
 
 import json
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from script_ends import write_page
 from dapo_jax.preflight.tables import tables
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, RESULTS = DOCS / "preflight.md", DOCS / "results" / "preflight.md"
+PAGE, RESULTS = DOCS / "scaling.md", DOCS / "results" / "preflight.md"
 MADE = re.compile(r"(<!-- reports: .*? -->\n).*?(<!-- end of reports -->)", re.DOTALL)
 MATH_7B, GSM8K = "`configs/dapo_qwen2.5_7b_math.py`", "`configs/gsm8k.py`"
 RECIPES = {  # by report
@@ -51,12 +53,18 @@ RECIPES = {  # by report
     "gsm8k_1.5b_v5e": f"{GSM8K} with Qwen2.5-1.5B-Instruct, `fsdp=8`",
     "gsm8k_1.5b_h100": f"{GSM8K} with Qwen2.5-1.5B-Instruct",
 }
+OPTIONS = {  # of a report's config that its tables read
+    "data": ("task", "val_files", "max_prompt_length", "max_response_length"),
+    "evaluate": ("tasks", "max_prompts", "n"),
+    "rollout": ("n",),
+    "trainer": ("total_training_steps", "test_freq", "val_before_train"),
+}
 HEAD = """# Reports of the preflight
 
 Written by `scripts/docs/write_preflight_doc.py`; do not edit.
 
-The reports behind the table in [preflight.md](../preflight.md#reports), as the command prints them. The JSON files in
-this folder also have every program, every collective and the config.
+Reports behind the table in [scaling.md](../scaling.md#reports), as the command prints them: those of today's engine.
+The JSON files in this folder have the same numbers of all.
 """
 
 
@@ -66,22 +74,35 @@ def reports() -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
+def kept(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a report that tables are made of."""
+    config = {section: {name: report["config"][section][name] for name in names} for section, names in OPTIONS.items()}
+    return {name: value for name, value in report.items() if name != "programs"} | {"config": config}
+
+
 def page() -> str:
-    """docs/preflight.md with the tables of the reports."""
+    """docs/scaling.md with the tables of the reports."""
     found = reports()
     shown = markdown_table([_longest(name, report) for name, report in found.items()])
     if expected := [_expected(name, report) for name, report in found.items() if "expected" in report]:
         shown += f"\n\nAt other lengths, clipped at the limit of the config:\n\n{markdown_table(expected)}"
-    if older := [name for name, report in found.items() if "waves" in report["plan"]]:
+    if older := [name for name, report in found.items() if is_older(report)]:
         line = f"Of an earlier version, whose engine decoded rows in waves that began together: {', '.join(older)}."
         shown += f"\n\n{textwrap.fill(line, 120, break_on_hyphens=False)}"
     return MADE.sub(lambda match: f"{match[1]}\n{shown}\n\n{match[2]}", PAGE.read_text())
+
+
+def is_older(report: Mapping[str, Any]) -> bool:
+    """Whether an engine made it that decoded rows in waves."""
+    return "waves" in report["plan"]
 
 
 def results() -> str:
     """docs/results/preflight.md."""
     parts = [HEAD]
     for name, report in reports().items():
+        if is_older(report):
+            continue
         parts.append(f"## {name}: {_tokens(report)} tokens on {report['topology']}\n")
         lines = tables(report).splitlines()
         parts.append("\n".join(line if line.startswith("|") else textwrap.fill(line, 120) for line in lines) + "\n")
@@ -122,3 +143,5 @@ def _tokens(report: dict[str, Any]) -> str:
 if __name__ == "__main__":
     write_page(PAGE, page, __doc__)
     write_page(RESULTS, results, __doc__)
+    for path in (DOCS / "results").glob("preflight_*.json"):
+        path.write_text(json.dumps(kept(json.loads(path.read_text())), separators=(",", ":")) + "\n")

@@ -1,9 +1,8 @@
-"""Writes the tables of docs/results.md and docs/results/*.md from the reports of run_ablation.py and compare_trl.py.
+"""Writes the tables of docs/results/*.md from the reports of run_ablation.py and compare_trl.py.
 
     python scripts/docs/write_results_doc.py
 
-On a page in docs/results/, the text between `<!-- NAME -->` and `<!-- end -->` becomes the table of
-docs/results/NAME.json, below its command. In docs/results.md, `<!-- summary -->` becomes one table of all of them.
+The text between `<!-- NAME -->` and `<!-- end -->` becomes the table of docs/results/NAME.json, below its command.
 """
 
 import functools
@@ -20,37 +19,22 @@ from script_ends import write_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TABLE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
-SUMMARY = "summary"
-SHOWN = ("arm", "seeds", "before", "after", "tokens")  # columns of the summary
 
 
 def pages() -> list[Path]:
-    """docs/results.md, then the pages behind it in the order in which it links to them."""
+    """The pages with tables, in the order in which docs/results.md links to them."""
     names = dict.fromkeys(re.findall(r"\]\(results/(\w+)\.md", (DOCS / "results.md").read_text()))
-    return [DOCS / "results.md", *(DOCS / "results" / f"{name}.md" for name in names)]
+    found = [DOCS / "results" / f"{name}.md" for name in names]
+    return [page for page in found if TABLE.search(page.read_text())]
 
 
 def document(page: Path) -> str:
     """The page with its tables as the reports have them."""
-
-    def table(found: re.Match[str]) -> str:
-        name = found[1]
-        return f"<!-- {name} -->\n{_summary() if name == SUMMARY else _section(name)}\n<!-- end -->"
-
-    return TABLE.sub(table, page.read_text())
+    return TABLE.sub(lambda found: f"<!-- {found[1]} -->\n{_section(found[1])}\n<!-- end -->", page.read_text())
 
 
 def _report(name: str) -> dict[str, Any]:
     return json.loads((DOCS / "results" / f"{name}.json").read_text())
-
-
-def _summary() -> str:
-    rows = []
-    for page in pages()[1:]:
-        for name in TABLE.findall(page.read_text()):
-            for row in _report(name)["table"]:
-                rows.append({"comparison": f"[{name}](results/{page.name})"} | {key: row[key] for key in SHOWN})
-    return markdown_table(rows)
 
 
 def _section(name: str) -> str:
@@ -67,7 +51,7 @@ def _section(name: str) -> str:
     if report["deviation_between_seeds"] is not None:
         facts.append(f"standard deviation of `after` between seeds {report['deviation_between_seeds']:.3f}")
     facts += [
-        f"{run['arm']} with seed {run['seed']} ended with an error after step {run['rows'][-1]['step']:.0f}"
+        f"{run['arm']} with seed {run['seed']} ended with an error after step {run['rows']['step'][-1]:.0f}"
         for run in runs
         if run.get("exit_code")
     ]
