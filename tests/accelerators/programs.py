@@ -47,12 +47,12 @@ from dapo_jax.preflight.programs import step_programs
 from dapo_jax.preflight.report import read_shape
 from dapo_jax.rewards.reward_model import build_reward_model
 from dapo_jax.rewards.shaping import length_rewards, place_rewards, shape_rewards
-from dapo_jax.rollout.engine import page_attention
 from dapo_jax.rollout.layout import Shape, cache_dtype, choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.sampling import SELECT, position_noise
-from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
+from dapo_jax.run.sampler import page_attention
+from dapo_jax.run.settings import actor_settings, compute_dtype, engine_settings, passes
 
 ROWS, TOKENS, GROUPS = 16, 128, 4  # of what the small functions are given
 Program = tuple[str, Callable[[], jax.stages.Lowered]]
@@ -138,7 +138,8 @@ def gathered(parts: Parts) -> Iterator[Program]:
 
 def returning(parts: Parts) -> Iterator[Program]:
     """A chunk with tokens that an environment has given."""
-    calls = replace(engine_calls(parts), returns=True)
+    calls = engine_calls(parts)
+    calls = replace(calls, layout=replace(calls.layout, returns=True))
     yield "decode with given tokens", lambda: calls.lower_decode(calls.layout.first_shape)
 
 
@@ -167,7 +168,7 @@ def engine_calls(parts: Parts, lengths: np.ndarray | None = None, num_samples: i
 def start_of_training(parts: Parts) -> Iterator[Program]:
     """Weights that are drawn, frozen, given to a critic; the optimizer's state; gradients to add to."""
     actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
-    critic = build_critic(critic_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    critic = build_critic(passes(parts.config, parts.arch, parts.mesh), parts.config.critic, parts.mesh)
     params = actor.trainable.state_shape.params
     yield "draw", lambda: actor.trainable.init_random.lower(0)
     yield "optimizer state", lambda: actor.trainable.init_from.lower(params)
@@ -182,11 +183,15 @@ def start_of_training(parts: Parts) -> Iterator[Program]:
 def losses(parts: Parts) -> Iterator[Program]:
     """The gradient of each loss, with each penalty and each mask, by the statistics of tokens."""
     default = actor_settings(parts.config, parts.arch, parts.mesh)
-    variants = {f"loss {name}": replace(default, loss_mode=name) for name in LOSSES}
+    of_loss = default.options.policy_loss
+    changes: dict[str, dict[str, Any]] = {
+        f"loss {name}": {"policy_loss": replace(of_loss, loss_mode=name)} for name in LOSSES
+    }
     for name in PENALTIES:
-        variants[f"KL loss {name}"] = replace(default, kl_loss_coef=0.1, kl_loss_type=name)
-    variants["off-policy sequence mask"] = replace(default, off_policy_mask_threshold=0.1)
-    variants["entropy"] = replace(default, entropy_coeff=0.01)
+        changes[f"KL loss {name}"] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": name}
+    changes["off-policy sequence mask"] = {"off_policy_mask_threshold": 0.1}
+    changes["entropy"] = {"entropy_coeff": 0.01}
+    variants = {name: replace(default, options=replace(default.options, **one)) for name, one in changes.items()}
     values, mask = parts.rows(ROWS, TOKENS), parts.rows(ROWS, TOKENS, dtype=jnp.bool_)
     whole_numbers = parts.rows(ROWS, TOKENS, dtype=jnp.int32)
     batch = MicroBatch(

@@ -14,7 +14,7 @@ from dapo_jax.command.validation import validate
 
 PACKAGE = Path(dapo_jax.__file__).parent
 # How many functions each file compiles. programs.py lowers them, or the same function where it is made inside another
-# (base_models.py), but for stretches.py, which is for CPUs. A new one needs a case; then count it here.
+# (run/base_models.py), but for stretches.py, which is for CPUs. A new one needs a case; then count it here.
 COMPILED = {
     "rollout/sampling.py": 2,
     "rollout/decoding.py": 2,
@@ -23,7 +23,7 @@ COMPILED = {
     "rewards/reward_model.py": 1,
     "rewards/shaping.py": 3,
     "dynamic_sampling/group_filter.py": 1,
-    "base_models.py": 1,
+    "run/base_models.py": 1,
     "parallel/checksums.py": 1,
     "learner/critic.py": 2,
     "learner/update.py": 1,
