@@ -4,7 +4,7 @@
 #   docker run --gpus all -v /shared:/shared dapo_jax:cuda13 --config=configs/tiny.py --config.workdir=/shared/runs/tiny
 #
 # EXTRA is cuda13, cuda12 (for drivers before 580) or tpu: the wheels bring CUDA, the host brings the driver. The extra
-# gcs reads and writes gs://, hub downloads what recipes name. scripts/test_package.sh runs the steps as plain commands.
+# gcs reads and writes gs://. scripts/test_package.sh runs the steps as plain commands.
 FROM python:3.12-slim
 ARG EXTRA=cuda13
 WORKDIR /app
@@ -12,7 +12,7 @@ WORKDIR /app
 # The dependencies alone first, so that another line of code does not install them again.
 COPY setup.py pyproject.toml README.md ./
 COPY dapo_jax/__init__.py dapo_jax/
-RUN mkdir -p configs scripts/launch && pip install --no-cache-dir --editable ".[$EXTRA,gcs,hub]"
+RUN mkdir -p configs scripts/launch && pip install --no-cache-dir --editable ".[$EXTRA,gcs]"
 COPY dapo_jax dapo_jax
 COPY configs configs
 COPY scripts/launch scripts/launch

@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config configs/cpo.py
 
-Hardware: 8 devices of 80 GB in one host. docs/preflight.md has the memory per device and the minimum time of a step on
+Hardware: 8 devices of 80 GB in one host. docs/scaling.md has the memory per device and the minimum time of a step on
 8 x H100. Not run.
 Published: only the settings, as run_qwen3_base_math_grpo_cpo_seqkl_neg.sh of a fork of verl (adv_estimator=cpo); no
 accuracy.

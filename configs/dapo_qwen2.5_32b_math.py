@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_32b_math.py
 
-Hardware: 128 devices of 95 GB on several hosts (docs/pods.md), such as a v5p:4x4x8 slice; or 32 x H100 on four hosts
-with --config.mesh.fsdp=4. docs/preflight.md has the memory per device and the minimum time of a step. Not run.
+Hardware: 128 devices of 95 GB on several hosts (docs/scaling.md), such as a v5p:4x4x8 slice; or 32 x H100 on four hosts
+with --config.mesh.fsdp=4. docs/scaling.md has the memory per device and the minimum time of a step. Not run.
 Published: AIME-2024 avg@32 of 50 after 5280 optimizer steps, 330 training steps (the paper's table 1 and figure 1), on
 128 GPUs. verl's reproduction reaches 52; 50 without dynamic sampling; 44 also without the token-level loss (verl,
 recipe/dapo/README.md).

@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_7b.py
 
-Hardware: 8 devices of 80 GB in one host. docs/preflight.md has the memory per device and the minimum time of a step
+Hardware: 8 devices of 80 GB in one host. docs/scaling.md has the memory per device and the minimum time of a step
 of one round on 8 x H100. Not run.
 Published: only the settings, as a test of the recipe (verl); no accuracy.
 

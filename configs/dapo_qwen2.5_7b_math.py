@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_7b_math.py
 
-Hardware: 8 devices of 80 GB in one host. docs/preflight.md has the memory per device and the minimum time of a step on
+Hardware: 8 devices of 80 GB in one host. docs/scaling.md has the memory per device and the minimum time of a step on
 8 x H100, 8 x A100 and a v5p:2x2x2 slice. Not run.
 Published: AIME-2024 avg@32 of 36.3 within 200 steps, with verl on 64 GPUs (verl, docs/algo/baseline.md).
 

@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config configs/entropy_clip_cov.py
 
-Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. docs/preflight.md has the memory per
+Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. docs/scaling.md has the memory per
 device and the minimum time of a step on 8 x H100. Not run.
 Published: AIME-2024 22.1, mean of seven benchmarks 40.4; GRPO 21.2 and 38.6 (verl, recipe/entropy/README.md).
 

@@ -8,8 +8,8 @@ Published: 62.8 % of the test problems before any such training (Gemma 3's repor
 to start from, with other prompts and another grader, not a result of this recipe.
 
 Model and data: google/gemma-3-1b-it, whose licence must be accepted first (then `hf auth login`), and openai/gsm8k are
-downloaded from the Hugging Face hub (pip install 'dapo_jax[hub]'). The model's template puts a system message, such as
-data.system_prompt, before the first message of the user. A response ends with <end_of_turn>.
+downloaded from the Hugging Face hub. The model's template puts a system message, such as data.system_prompt, before the
+first message of the user. A response ends with <end_of_turn>.
 
 Memory: each device has a whole copy of the frozen weights, since the model has one key-value head and mesh.tensor
 cannot divide it. The scores of 262,144 tokens are computed in blocks. --config.mesh.fsdp=8 shards the weights too.

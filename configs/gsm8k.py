@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config configs/gsm8k.py
 
-Hardware: one GPU of 24 GB such as an L4, one H100, or a v5e:2x2 slice with --config.mesh.fsdp=4; docs/preflight.md has
+Hardware: one GPU of 24 GB such as an L4, one H100, or a v5e:2x2 slice with --config.mesh.fsdp=4; docs/scaling.md has
 the memory per device and the minimum time of a step. Not run, so no real time is known. For a larger model set
 --config.model.path, such as Qwen/Qwen2.5-1.5B-Instruct on v5e:2x4 with --config.mesh.fsdp=8.
 Published: from 49.6 % of the test problems to 56.7 with PPO and 54.3 with GRPO on adapters (verl,

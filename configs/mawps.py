@@ -5,7 +5,7 @@
 
 Hardware: two CPU cores and 12 GiB of memory; 45 minutes with evaluation. Expect: answers that end, and a training
 accuracy that rises from .03 to between .07 and .20. Held-out accuracy (greedy) goes from .065 to .093, with a standard
-error of .02 (docs/results/word_problems.md). No held-out problem shares its template with any of the 1258 training
+error of .02 (docs/results/dapo.md). No held-out problem shares its template with any of the 1258 training
 problems (docs/data.md).
 """
 

@@ -4,7 +4,7 @@
 
 Hardware: two CPU cores with AVX2 and 7 GiB of memory; 22 TFLOP, 4 minutes at 105 GFLOP/s, and a minute to compile.
 Expect: held-out accuracy (mean@2 on 48 problems) from 0.11 to 0.81, with single seeds from 0.74 to 0.88
-(docs/results/quickstart.md). The learning rate is constant: with a larger trainer.total_training_steps it goes on.
+(docs/results/dapo.md). The learning rate is constant: with a larger trainer.total_training_steps it goes on.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/qwen3_30b_a3b_math.py
 
-Hardware: 64 devices of 95 GB on several hosts (docs/pods.md), such as a v5p:4x4x4 slice; or 16 x H100 on two hosts with
---config.mesh.fsdp=4. Not run.
+Hardware: 64 devices of 95 GB on several hosts (docs/scaling.md), such as a v5p:4x4x4 slice; or 16 x H100 on two hosts
+with --config.mesh.fsdp=4. Not run.
 Published: AIME-2024 of 80.4 with thinking and up to 32768 tokens, before any such training (Qwen3's report,
 arXiv:2505.09388). That is where to start from, not a result of this recipe: DAPO's own numbers are of a dense model.
 

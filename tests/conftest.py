@@ -1,6 +1,7 @@
 """Every test runs on eight fake CPU devices; the environment is set before JAX is first imported."""
 
 import atexit
+import dataclasses
 import fcntl
 import gc
 import importlib.metadata
@@ -31,7 +32,6 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 os.environ["HF_HOME"] = "/nonexistent/huggingface"
 os.environ.pop("HF_HUB_OFFLINE", None)
 
-import dataclasses  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -75,7 +75,7 @@ def pytest_runtest_call(item):
 
 
 def of_frozen(actor, frozen):
-    """The same functions with other weights beside the adapters."""
+    """The same functions with other weights than the adapters."""
 
     def bound(function):
         return dataclasses.replace(function, frozen=frozen)
@@ -102,12 +102,21 @@ def _mappings_of_programs_are_returned():
 @pytest.fixture(scope="session", autouse=True)
 def traced_policies():
     """The functions of policies, which the runs of one process share where settings and mesh are equal."""
-    from dapo_jax import run
+    from dapo_jax.config.sections import ActorConfig
+    from dapo_jax.run import networks as run
 
     build_actor, built = run.build_actor, {}
+    default = ActorConfig()
+    optim = {
+        name: getattr(default.optim, name) for name in ("lr", "lr_warmup_steps", "lr_scheduler_type", "min_lr_ratio")
+    }
+    sizes = [name for name in vars(default) if name.startswith(("ppo_", "loss_", "count_", "old_", "use_dynamic"))]
 
     def shared(settings, mesh, frozen=None, *, decode_mesh=None):
-        key = repr(settings), mesh, decode_mesh
+        options = settings.options  # without what the functions do not read
+        changes = {name: getattr(default, name) for name in sizes}
+        options = dataclasses.replace(options, optim=dataclasses.replace(options.optim, **optim), **changes)
+        key = repr(dataclasses.replace(settings, options=options)), mesh, decode_mesh
         if key not in built:
             built[key] = build_actor(settings, mesh, frozen, decode_mesh=decode_mesh)
         return of_frozen(built[key], frozen)
@@ -123,7 +132,7 @@ def whole(tmp_path_factory):
     import jax
     from small_run import rows_without_clock, small_config
 
-    from dapo_jax.training import train
+    from dapo_jax.training.loop import train
 
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

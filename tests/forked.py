@@ -20,7 +20,8 @@ from waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
 CLUSTERS = ("OMPI_", "SLURM_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JOB_COMPLETION_INDEX", "JAX_COORDINATOR", "GCE_")
-COMMAND = "from dapo_jax.{0} import main; main()"
+COMMAND = "from importlib import import_module; from dapo_jax.cli import COMMANDS\n"
+COMMAND += "import_module(COMMANDS['{0}'][0]).main()"  # of a command by its name
 READ_AT_IMPORT = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")  # by JAX
 
 
@@ -81,7 +82,9 @@ def _file(folder: str, number: int, stream: int) -> Path:
 def main() -> None:
     import jax
 
-    from dapo_jax import evaluate, export, training  # noqa: F401
+    from dapo_jax.evaluate import evaluate  # noqa: F401
+    from dapo_jax.export import export  # noqa: F401
+    from dapo_jax.training import loop as training  # noqa: F401
 
     children = []
     for number, process in enumerate(Process(*values) for values in json.load(sys.stdin)):

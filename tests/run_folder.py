@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
-from dapo_jax.monitor.recipe import RECIPE, Recipe, write_recipe
+from dapo_jax.monitor.recipe import Recipe, write_recipe
 from dapo_jax.monitor.records import to_json_line, write_config
 
 ENVIRONMENT = {"versions": {"python": "3.12.1", "jax": "0.11.0"}, "devices": "4 x NVIDIA H100", "processes": 2}
@@ -50,9 +50,7 @@ def write_run(
     """A run that has finished `steps` steps, evaluated before the first and after each; -1: nothing at all yet."""
     config = with_values(Config(), {"trainer.total_training_steps": total, "workdir": str(folder), **(options or {})})
     write_config(folder, dataclasses.asdict(config))
-    token = RECIPE.set(recipe)
-    write_recipe(folder)
-    RECIPE.reset(token)
+    write_recipe(folder, recipe)
     (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
     (folder / "train.log").write_text(log)
     rows = [{"step": 0, **evaluation(0.1)}, *(row_of(step) | evaluation(step / 5) for step in range(1, steps + 1))]

@@ -1,4 +1,4 @@
-"""The small model, the meshes and the sizes of a run that tests share."""
+"""The small model, the meshes and the sizes that tests share."""
 
 import math
 
@@ -24,7 +24,7 @@ ARCH = Architecture(
     initializer_range=0.2,
 )
 
-# Options of a run that takes seconds. A random model is right often enough on sums up to 4.
+# Options of a run of seconds. A random model is right often enough on sums up to 4.
 SUMS = {"data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4}
 BATCHES = {
     "data.train_batch_size": 4,

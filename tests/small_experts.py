@@ -16,6 +16,7 @@ from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import prefill
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout.engine import Engine
+from dapo_jax.rollout.responses import Request
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 
 MODEL = Path(__file__).parent / "models" / "data" / "qwen3_moe"  # 4 layers, 2 of 6 experts for a token
@@ -44,9 +45,9 @@ def roll_out(used: Engine, *, purpose: int = TRAIN, num_samples: int = SAMPLES, 
     with jax.set_mesh(mesh):
         weights = jax.device_put(unstack_layers(params(), ARCH), replicated(mesh))
         asked = {"prompts": PROMPTS, "numbers": NUMBERS, **options}
-        sampling = Sampling.create(1.0, 1.0, -1)
+        request = Request(weights, num_samples, purpose, Sampling.create(1.0, 1.0, -1))
         try:
-            return used.generate(weights, num_samples=num_samples, purpose=purpose, sampling=sampling, **asked)
+            return used.generate(request=request, **asked)
         finally:
             used.close()
 

@@ -1,6 +1,7 @@
 """A small policy with rollouts and updates, for the tests of the laws."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -9,59 +10,59 @@ import numpy as np
 from jax.sharding import Mesh
 from shapes import ARCH, one_device_mesh
 
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import ActorConfig, CriticConfig, DistillationConfig, OptimConfig, PolicyLossConfig
 from dapo_jax.data.containers import Batch, MicroBatch, Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
-from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
+from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.optimizer import OptimizerSettings
-from dapo_jax.learner.update import UpdateSettings, compute_statistics, update_policy
+from dapo_jax.learner.networks import Network
+from dapo_jax.learner.trainable import Passes
+from dapo_jax.learner.update import Update, compute_statistics, update_policy
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.layout import EngineSettings
+from dapo_jax.rollout.responses import Request
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.settings import loss_options
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
 NUMBERS = list(range(100, 108))
 SAMPLES = 4
 EOS, PAD = (2, 3), 2  # pad equals one of the two end-of-sequence tokens
 LENGTH = 9
-OPTIMIZER = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, grad_clip=1.0)
-LOSS_OPTIONS = {
-    **loss_options(Config().actor),
-    "clip_ratio_low": 0.2,
-    "clip_ratio_high": 0.28,
-    "clip_ratio_c": 10.0,
-    "clip_cov_ratio": 0.2,
-    "clip_cov_lb": -9.0,
-    "clip_cov_ub": 9.0,
-    "kl_cov_ratio": 0.2,
-    "ppo_kl_coef": 0.5,
-    "tau_pos": 1.0,
-    "tau_neg": 1.05,
-}
+OPTIONS = ActorConfig(
+    logprob_chunk_size=40,
+    kl_loss_type="k3+",
+    optim=OptimConfig(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1),
+    grad_clip=1.0,
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.28,
+    clip_ratio_c=10.0,
+    policy_loss=PolicyLossConfig(
+        clip_cov_ratio=0.2,
+        clip_cov_lb=-9.0,
+        clip_cov_ub=9.0,
+        kl_cov_ratio=0.2,
+        ppo_kl_coef=0.5,
+        tau_pos=1.0,
+        tau_neg=1.05,
+    ),
+)
 
 
-def actor_settings(**changes) -> ActorSettings:
-    values = dict(
-        arch=ARCH,
-        dtype=jnp.dtype(jnp.float32),
-        temperature=0.8,
-        remat="full",
-        attention=XLA,
-        chunk_size=40,
-        loss_mode="vanilla",
-        loss_options=LOSS_OPTIONS,
-        entropy_coeff=0.0,
-        kl_loss_coef=0.0,
-        kl_loss_type="k3+",
-        optimizer=OPTIMIZER,
-    )
-    return ActorSettings(**{**values, **changes})
+def passes(*, arch=ARCH, dtype=jnp.float32, remat="full", attention=XLA) -> Passes:
+    return Passes(arch=arch, dtype=jnp.dtype(dtype), remat=remat, attention=attention)
+
+
+def actor_settings(*, loss_mode="vanilla", temperature=0.8, distillation=None, lora=None, **changes) -> ActorSettings:
+    """`changes`: of OPTIONS and of the passes."""
+    of_passes = {name: changes.pop(name) for name in ("arch", "dtype", "remat", "attention") if name in changes}
+    loss = dataclasses.replace(OPTIONS.policy_loss, loss_mode=loss_mode)
+    options = dataclasses.replace(OPTIONS, policy_loss=loss, use_kl_loss="kl_loss_coef" in changes, **changes)
+    distillation = distillation or DistillationConfig()
+    return ActorSettings(passes(**of_passes), options, temperature, distillation=distillation, lora=lora)
 
 
 @functools.cache
@@ -81,15 +82,7 @@ def policy_on(mesh: Mesh | None = None, **changes):
 
 @functools.cache
 def critic_of(mesh):
-    settings = CriticSettings(
-        arch=critic_architecture(ARCH),
-        dtype=jnp.dtype(jnp.float32),
-        remat="full",
-        attention=XLA,
-        cliprange_value=0.2,
-        optimizer=OPTIMIZER,
-    )
-    return build_critic(settings, mesh)
+    return build_critic(passes(), CriticConfig(cliprange_value=0.2, optim=OPTIONS.optim, grad_clip=1.0), mesh)
 
 
 def engine_settings(mesh, **changes) -> EngineSettings:
@@ -110,14 +103,9 @@ def engine_settings(mesh, **changes) -> EngineSettings:
 
 
 def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
-    return Engine(engine_settings(mesh, **changes), None).generate(
-        actor.decode_weights(state.params),
-        prompts,
-        numbers,
-        num_samples=SAMPLES,
-        purpose=purpose,
-        sampling=sampling or Sampling.create(0.8, 1.0, -1),
-    )
+    sampling = sampling or Sampling.create(0.8, 1.0, -1)
+    request = Request(actor.decode_weights(state.params), SAMPLES, purpose, sampling)
+    return Engine(engine_settings(mesh, **changes), None).generate(prompts, numbers, request)
 
 
 def plain_batch(prompt_mask: np.ndarray, mask: np.ndarray, **fields) -> Batch:
@@ -181,15 +169,17 @@ def micro_batch(batch: Batch) -> MicroBatch:
 
 def update_settings(*, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False, mode="token-mean"):
     """`micro`: a number of rows, or MicroBatches."""
-    return UpdateSettings(
-        learning_rate=lr,
+    network = Network(
+        options=ActorConfig(ppo_epochs=epochs, loss_agg_mode=mode),
+        mini_batch_size=mini // SAMPLES,
         mini_batch_rows=mini,
-        micro_batches=rows(micro) if isinstance(micro, int) else micro,
-        epochs=epochs,
-        loss_agg_mode=mode,
+        micro_batch_size=1,
+        packs=False,
+        max_tokens=0,
         loss_scale_factor=float(LENGTH),
         count_empty_sequences=count_empty,
     )
+    return Update(network, rows(micro) if isinstance(micro, int) else micro, learning_rate=lr)
 
 
 def step(actor, state, batch, mesh, **changes):

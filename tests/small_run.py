@@ -13,12 +13,12 @@ import pytest
 from crash_test import last_checkpoint
 from shapes import SMALL
 
-from dapo_jax import step as step_module
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import freeze
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.training import train
+from dapo_jax.training import step as step_module
+from dapo_jax.training.loop import train
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPE = Path(__file__).with_name("small_recipe.py")
@@ -105,7 +105,7 @@ def saved(folder: Path) -> list[int]:
 
 
 def copied(folder: Path, to: Path, *, step: int) -> Path:
-    """A copy of a run that has saved every step, as if it had ended after `step`."""
+    """A copy of a run with every step saved, as if it had ended after `step`."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     for later in saved(to):
         if later > step:
@@ -145,7 +145,7 @@ def assert_same_checkpoint(folder: Path, other: Path) -> None:
 
 
 def resumed(tmp_path: Path, monkeypatch: Any, changes: dict[str, Any], *, killed_in: int = 3) -> Any:
-    """The models of a run that is killed in an update and resumes; they are those of one that is not killed."""
+    """The models of a run, killed in an update and resumed; they are those of one that is not killed."""
     expected = train(small_config(tmp_path / "a", **changes))
     with monkeypatch.context() as patch:
         at_call(patch, step_module, "update", killed_in, kill)

@@ -21,13 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from ends_within import ends_within
+from in_process import InThisProcess
 from safetensors.numpy import load_file, save_file
 from shapes import BATCHES, SUMS
 from small_run import load_config, small_config
 
-from dapo_jax import training as train
-from dapo_jax.base_models import read_model
-from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.command.command_line import refusals
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.derived import checkpoint_dir
@@ -37,9 +35,12 @@ from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.progress import Progress
-from dapo_jax.rewards import arithmetic
-from dapo_jax.settings import actor_settings
+from dapo_jax.rewards import pipeline
+from dapo_jax.run.base_models import read_model
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.progress import Progress
+from dapo_jax.run.settings import actor_settings
+from dapo_jax.training import loop as train
 
 TABLE = yaml.safe_load((Path(__file__).parent / "bad_input.yaml").read_text())
 RECIPE = freeze(load_config())
@@ -49,7 +50,7 @@ RUN = {
     "data.max_prompt_length": 64,
     "trainer.total_training_steps": 4,
     "reward.num_workers": 1,
-    "reward.function": "python:own",  # no process is started for it
+    "reward.function": "dapo_jax.rewards.arithmetic.score",
 }
 BEFORE = {  # in the work directory before each case
     "notes.txt": "mine\n",
@@ -85,10 +86,10 @@ def run(case: dict[str, Any], monkeypatch, directory: Path) -> int | str | None:
     @contextlib.contextmanager
     def command(arguments):
         with refusals(arguments):
-            yield without_switched_off(RECIPE, with_values(RECIPE, options), options)
+            yield without_switched_off(RECIPE, with_values(RECIPE, options), options), None
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended, ends_within():
-        patch.setattr(train, "train", functools.partial(train.train, own={"own": arithmetic.score}))
+        patch.setattr(pipeline, "VerifierPool", InThisProcess)
         if "arguments" not in case:
             patch.setattr(train, "command", command)
         train.main(in_directory(case.get("arguments", ()), directory))
@@ -199,7 +200,7 @@ prompts("one_list", ONE_LIST, "DIR/rows.json is one JSON list", ONE_OBJECT, file
 prompts("deep_json", b'{"a":' * 10**5, "row 1: must be a JSON object, not maximum recursion depth", ONE_OBJECT)
 DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(500), {})
 prompts("deep_value", lines({"extra_info": DEEP}), "row 1: extra_info is nested deeper than 100 levels: flatten it")
-prompts("no_utf8", lines({}) + b'{"prompt": "\xff"}\n', "row 2: is no UTF-8 text (byte 0xff", "save the file as")
+prompts("no_utf8", lines({}) + b'{"prompt": "\xff"}\n', "row 2: is not UTF-8 text (byte 0xff", "save the file as")
 prompts("utf16", json.dumps(ROW).encode("utf-16"), "DIR/rows.jsonl is UTF-16 text: save it as UTF-8")
 prompts("byte_order_mark", b"\xef\xbb\xbf" + lines({}), accepted=True)
 LONG, LONGER = (lines(json.dumps(ROW).replace('"2"', "9" * digits)) for digits in (400, 5000))
@@ -258,30 +259,8 @@ for key, others in {
     CASES[f"models-{key}_is_a_hub_name"] = {"options": {key: HUB, **others}, "told": told}
 
 
-def gguf_text(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
-
-
-HEADER, KEY = b"GGUF" + struct.pack("<IQQ", 3, 0, 1), gguf_text("general.architecture")
-for name, content, *told in (
-    ("empty", b"", "DIR/a.gguf", *BROKEN),
-    ("truncated", HEADER + KEY[:-3], "DIR/a.gguf", *BROKEN),
-    ("wrong_magic", b"GGML" + HEADER[4:] + bytes(99), "a.gguf", "must begin with b'GGUF'", AGAIN),
-    ("of_another_version", b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "a.gguf", "version 99 must be one of", AGAIN),
-    ("long_array", HEADER + gguf_text("a") + struct.pack("<IIQ", 9, 0, 2**40), f"an array of {2**40} elem", AGAIN),
-    (
-        "no_language_model",
-        HEADER + KEY + struct.pack("<I", 8) + gguf_text("clip"),
-        "general.architecture='clip' must be one of",
-    ),
-):
-    CASES[f"gguf-{name}"] = {"files": {"a.gguf": content}, "options": {"model.path": "DIR/a.gguf"}, "told": told}
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "accepted" not in case])
 def test_it_is_refused(name, monkeypatch, capsys, tmp_path):
-    if name.startswith("gguf"):
-        pytest.importorskip("gguf")
     check(CASES[name], monkeypatch, capsys, tmp_path)
 
 
@@ -303,7 +282,7 @@ def checkpoint(tmp_path_factory) -> Path:
     mesh = make_mesh(-1, 1, 1)
     shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape
     state = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), shape)
-    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=9)
+    checkpoints = Checkpoints(checkpoint_dir(config.workdir, config.trainer), max_to_keep=9)
     checkpoints.save(Models(actor=state, critic=None), Progress(step=3), {"next_prompt": np.zeros(1)})
     checkpoints.close()
     return Path(config.workdir)

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax import checkpoint
-from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.learner.optimizer import Models, OptimizerSettings, init_state
-from dapo_jax.progress import Progress
+from dapo_jax.config.sections import OptimConfig
+from dapo_jax.learner.optimizer import Models, init_state
+from dapo_jax.run import checkpoint
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.progress import Progress
 
-SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_clip=1.0)
+SETTINGS = OptimConfig(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
 def models(value: float) -> Models:

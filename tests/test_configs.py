@@ -13,12 +13,12 @@ from dapo_jax.command.warnings import warnings
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat, freeze, with_values
-from dapo_jax.meshes import check_mesh
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
+from dapo_jax.run.meshes import check_mesh
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))

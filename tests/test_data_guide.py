@@ -1,4 +1,4 @@
-"""The worked example of docs/data.md runs as it stands there."""
+"""The worked example of docs/rewards.md runs as it stands there."""
 
 import importlib
 import re
@@ -16,7 +16,7 @@ from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.rewards.verifiers import VERIFIERS, load_verifier, verifier_for
 
 ROOT = Path(dapo_jax.__file__).parents[1]
-GUIDE = (ROOT / "docs/data.md").read_text()
+GUIDE = (ROOT / "docs/rewards.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -62,7 +62,7 @@ def test_its_rows_are_read_and_its_command_is_valid(example, monkeypatch):
 
 def test_several_rewards(example, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = config_of("reward.functions")
+    config = config_of("form.py")
     monkeypatch.chdir(example)
     score = load_verifier(config.reward.functions)
     for text, shape in ((r"\boxed{7} #### 7", 1.0), (r"\boxed{6} or \boxed{7} #### 7", 0.0), ("#### 7", 0.0)):
@@ -71,7 +71,7 @@ def test_several_rewards(example, monkeypatch):
 
 
 def test_the_row_of_the_guide_is_a_row(tmp_path):
-    [row] = blocks("json")
+    [row] = re.findall(r"^```json\n(.*?)^```$", (ROOT / "docs/data.md").read_text(), re.M | re.S)
     file = tmp_path / "rows.jsonl"
     file.write_text(" ".join(row.split()))
     [read] = read_prompt_files([str(file)])

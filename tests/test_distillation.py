@@ -12,10 +12,12 @@ from test_export import save_checkpoint
 
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.errors import InputError
+from dapo_jax.learner.networks import trained
+from dapo_jax.models.attention import XLA
 from dapo_jax.monitor.records import read_metrics, write_config
-from dapo_jax.settings import micro_batches
-from dapo_jax.teacher import check_vocabulary, load_teacher, read_teacher, teacher_micro_batches
-from dapo_jax.training import train
+from dapo_jax.run.networks import check_vocabulary, load_teacher, read_teacher
+from dapo_jax.run.settings import all_micro_batches
+from dapo_jax.training.loop import train
 
 NAME = "algorithm.distillation"
 QUIET = {"trainer.test_freq": -1, "trainer.val_before_train": False, "trainer.save_freq": -1}
@@ -61,13 +63,13 @@ def test_a_policy_with_adapters_and_a_teacher_of_another_architecture(tmp_path, 
 
 def test_another_vocabulary_is_refused():
     own = character_tokenizer()
-    config = config_with({f"{NAME}.path": "models/teacher", "model.path": "models/student"})
-    check_vocabulary(config, own, own)
+    paths = "models/student", "models/teacher"
+    check_vocabulary(*paths, own, own)
     richer = character_tokenizer()
     richer.backend.add_tokens(["<new>"])
-    check_vocabulary(config, own, richer)
+    check_vocabulary(*paths, own, richer)
     with pytest.raises(InputError, match=r"distillation.path=models/teacher must .* model.path=models/student, but 1 "):
-        check_vocabulary(config, richer, own)
+        check_vocabulary(*paths, richer, own)
 
 
 def test_a_teacher_that_the_mesh_or_the_candidates_do_not_fit_is_refused(tmp_path):
@@ -82,9 +84,10 @@ def test_a_teacher_that_the_mesh_or_the_candidates_do_not_fit_is_refused(tmp_pat
 def test_a_teacher_chooses_its_experts_itself(tmp_path):
     path = with_tokenizer("qwen3_moe", tmp_path)
     config = config_with({f"{NAME}.path": path, "model.path": path})
-    arch, mesh = read_teacher(config)[0], one_device_mesh()
-    assert micro_batches(config, arch, mesh).choices is not None, "the policy replays what the sampler chose"
-    assert teacher_micro_batches(config, arch, mesh).choices is None
+    mesh = one_device_mesh()
+    of_policy = all_micro_batches(trained(config), config.model, XLA, read_teacher(config)[0], mesh)
+    assert of_policy["actor"].choices is not None, "the policy replays what the sampler chose"
+    assert load_teacher(config, character_tokenizer(), mesh).micro_batches.choices is None
 
 
 def test_what_does_not_go_with_a_teacher_is_refused():

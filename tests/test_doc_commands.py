@@ -14,13 +14,15 @@ from shapes import BATCHES, SUMS
 from test_data_guide import blocks
 from tools.test_data import publish, published_dapo
 
-from dapo_jax import cli, evaluate, export
-from dapo_jax import training as train
+from dapo_jax import cli
 from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.published import FILES as FILES_OF_DATA
+from dapo_jax.evaluate import evaluate
+from dapo_jax.export import export
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.training import loop as train
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -158,7 +160,7 @@ def test_its_config_exists_and_its_options_are_accepted(command, monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A folder like a checkout, with the example of docs/data.md, in which runs/tiny has been trained for two steps."""
+    """A folder like a checkout, with the example of docs/rewards.md; runs/tiny has been trained for two steps."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("configs", "scripts"):
         (folder / name).symlink_to(ROOT / name)
@@ -200,9 +202,9 @@ def test_training(command, checkout, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", mine("dapo_jax.evaluate"))
+@pytest.mark.parametrize("command", mine("dapo_jax.evaluate.evaluate"))
 def test_evaluation(command, checkout, capsys):
-    words = small(command, number := mine("dapo_jax.evaluate").index(command))[3:]
+    words = small(command, number := mine("dapo_jax.evaluate.evaluate").index(command))[3:]
     if "--output" not in words:
         words += ["--output", f"out/{number}"]
     evaluate.main([*words, *TRAIN])
@@ -213,7 +215,7 @@ def test_evaluation(command, checkout, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", mine("dapo_jax.export"))
+@pytest.mark.parametrize("command", mine("dapo_jax.export.export"))
 def test_export(command, checkout):
     export.main([*small(command, "export")[3:], *TRAIN])
     assert {path.name for path in Path("out/export").iterdir()} >= {

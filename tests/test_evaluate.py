@@ -17,11 +17,11 @@ from dapo_jax.command import command_line
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.command.validation import validate
 from dapo_jax.config.values import flat, with_values
-from dapo_jax.evaluate import as_in_the_run, bench, main, open_policy, table
-from dapo_jax.held_out import mean_accuracy
+from dapo_jax.evaluate.evaluate import as_in_the_run, bench, main, open_policy, table
 from dapo_jax.monitor.recipe import Recipe
 from dapo_jax.monitor.records import read_metrics, write_config
-from dapo_jax.training import train
+from dapo_jax.run.held_out import mean_accuracy
+from dapo_jax.training.loop import train
 
 
 def test_the_mean_accuracy_is_that_of_plain_means():
@@ -153,7 +153,7 @@ def test_the_checkpoints_measure_as_the_run_did(trained, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "out/generations.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * (4 * 4 + 3 * 2 + 3)
     for result in results:
-        for task, k in (("own", 2), ("greedy", 1)):  # of the row that stands once
+        for task, k in (("own", 2), ("greedy", 1)):  # of the row that occurs once
             found = [line for line in lines if line["task"] == task and line["step"] == result["step"]]
             by_prompt = {line["prompt"]: [] for line in found}
             for line in found:
@@ -184,7 +184,7 @@ def test_a_model_is_measured_without_training_data_and_in_pieces(trained, tmp_pa
 
 @pytest.mark.slow
 def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "read_options", lambda _: (trained, (), Recipe("", (), None)))
+    monkeypatch.setattr(command_line, "read_options", lambda _: (trained, Recipe("", (), None)))
     monkeypatch.setattr(sys, "argv", ["evaluate", "--step", "1"])
     main()
     assert "task set" in capsys.readouterr().out

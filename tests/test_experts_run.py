@@ -7,7 +7,7 @@ from small_families import changes_of, with_tokenizer
 from small_run import DAMPED, assert_same_policy, resumed, small_config
 
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
 LENGTHS = {"data.max_prompt_length": 16, "data.max_response_length": 24}  # windows are of 16 tokens
 SHORT_RUN = {"trainer.total_training_steps": 3, "trainer.save_freq": 1, "actor.optim.lr": 1e-2}

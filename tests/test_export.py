@@ -10,27 +10,28 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import smollm2_file
 from safetensors.numpy import load_file
 from shapes import mesh_of, one_device_mesh
 from small_run import RECIPE, small_config
 
-from dapo_jax.base_models import read_model
-from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.values import with_values
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
-from dapo_jax.export import export, main
+from dapo_jax.export.export import export, main
+from dapo_jax.hub import smollm2
 from dapo_jax.learner.actor import build_actor
-from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
+from dapo_jax.learner.networks import uses_critic
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.transformer import forward, logits, positions_of
-from dapo_jax.models.weights import weight_table
 from dapo_jax.monitor.records import write_config
-from dapo_jax.progress import Progress
-from dapo_jax.settings import actor_settings, critic_settings
+from dapo_jax.run.base_models import read_model
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.progress import Progress
+from dapo_jax.run.settings import actor_settings
 
 DATA = Path(__file__).parent / "models" / "data"
 NAMES = ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"]
@@ -54,12 +55,13 @@ def hf_directory(path, name):
 def save_checkpoint(config, step=3, mesh=None):
     """A checkpoint of `config` with random numbers in the place of all that is trained; returns the policy's."""
     arch, mesh = read_model(config)[0], mesh or one_device_mesh()
-    actor = build_actor(actor_settings(config, arch, mesh), mesh).trainable
-    critic = build_critic(critic_settings(config, arch, mesh), mesh).trainable if uses_critic(config) else None
+    settings = actor_settings(config, arch, mesh)
+    actor, has_critic = build_actor(settings, mesh).trainable, uses_critic(config.algorithm)
+    critic = build_critic(settings.passes, config.critic, mesh).trainable if has_critic else None
     shape = Models(actor=actor.state_shape, critic=critic.state_shape if critic is not None else None)
     rng = np.random.default_rng(step)
     values = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), shape)
-    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=9)
+    checkpoints = Checkpoints(checkpoint_dir(config.workdir, config.trainer), max_to_keep=9)
     models = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, shape)
     checkpoints.save(models, Progress(step=step), {"next_prompt": np.zeros(1)})
     checkpoints.close()
@@ -266,65 +268,21 @@ def test_adapters_are_merged_or_written_alone_with_the_names_that_peft_reads(tmp
         export(plain, tmp_path / "none", adapter=True)
 
 
-def write_gguf(path, arch, pre):
-    """A model of `arch` with a byte-level tokenizer of the words `pre` and a bos token, as llama.cpp stores it."""
-    gguf = pytest.importorskip("gguf")
-    from tokenizers import pre_tokenizers
-
-    from dapo_jax.models.gguf_files import TENSOR_NAMES
-
-    control, tokens = 3, [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "<|start|>", "<|end|>", "<|eot|>"]
-    writer = gguf.GGUFWriter(path, arch.family)
-    sizes = {
-        "block_count": arch.num_layers,
-        "embedding_length": arch.hidden_size,
-        "feed_forward_length": arch.intermediate_size,
-        "attention.head_count": arch.num_heads,
-        "attention.head_count_kv": arch.num_kv_heads,
-        "attention.key_length": arch.head_dim,
-        "context_length": 777,
-    }
-    for name, value in sizes.items():
-        writer.add_uint32(f"{arch.family}.{name}", value)
-    writer.add_float32(f"{arch.family}.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 257 + [control] * 3)
-    writer.add_token_merges(["1 2"])
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
-    writer.add_eot_token_id(259)
-    writer.add_add_bos_token(True)
-    rng = np.random.default_rng(0)
-    for weight in weight_table(arch):
-        for layer in range(arch.num_layers if weight.stacked else 1):
-            name = TENSOR_NAMES[weight.path[-1]].format(layer=layer)
-            writer.add_tensor(name, rng.normal(0, 0.2, weight.hf_shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.mark.short("llama3")
-@pytest.mark.parametrize(("name", "pre"), [("llama_tied", "llama3"), ("qwen2_bias_tied", "qwen2")])
-def test_a_gguf_model_becomes_a_directory_with_its_tokenizer(tmp_path, name, pre):
-    arch = dataclasses.replace(read_model_architecture(DATA / name), vocab_size=264)
-    source = write_gguf(tmp_path / "model.gguf", arch, pre)
-    config = small_config(tmp_path / "run", **{"model.path": str(source)})
+@pytest.mark.parametrize("options", [{}, {"model.lora.rank": 2}])
+def test_a_run_that_began_from_the_file_of_an_earlier_version_is_exported(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(smollm2, "SMOLLM2", str(tmp_path / "SmolLM2"))
+    monkeypatch.setattr(smollm2, "SMOLLM2_FILE", str(tmp_path / "SmolLM2.gguf"))
+    smollm2_file.write(tmp_path / "SmolLM2.gguf")
+    config = small_config(tmp_path / "run", **{"model.path": smollm2.SMOLLM2_FILE, **options})
     params = save_checkpoint(config)
     export(config, tmp_path / "out", dtype="float32")
-    assert_equal(loaded(tmp_path / "out"), params)
-    assert read_model_architecture(tmp_path / "out") == read_model_architecture(source)
+    if not options:
+        assert_equal(loaded(tmp_path / "out"), params)
+    assert read_model_architecture(tmp_path / "out") == smollm2_file.ARCH
     hf = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (hf["max_position_embeddings"], hf["bos_token_id"], hf["eos_token_id"]) == (777, 257, [258, 259])
-    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 257, "eos_token_id": [258, 259], "pad_token_id": 258}
-    expected = load_tokenizer(source)
-    assert expected.add_bos and encode(expected, "12")[0] == 257
-    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+    ids = [smollm2_file.ID[token] for token in ("<|start|>", "<|end|>")]
+    assert [hf["max_position_embeddings"], hf["bos_token_id"], hf["eos_token_id"]] == [777, *ids]
+    expected = load_tokenizer(tmp_path / "SmolLM2")
     assert_same_tokenizer(load_tokenizer(tmp_path / "out"), expected)
     assert_transformers_has_the_tokenizer(tmp_path / "out", expected)
 
@@ -335,9 +293,7 @@ def test_without_a_checkpoint_or_into_something_nothing_is_written(tmp_path):
         export(config, tmp_path / "out")
     assert not list(tmp_path.iterdir())
     write_config(config.workdir, dataclasses.asdict(config))
-    with pytest.raises(
-        ValueError, match="must be that of a run that has saved a checkpoint, but .*checkpoints holds none"
-    ):
+    with pytest.raises(ValueError, match="must belong to a run with a saved checkpoint, but .*checkpoints holds none"):
         export(config, tmp_path / "out")
     write_config(config.workdir, dataclasses.asdict(config) | {"surprise": 1})
     with pytest.raises(ValueError, match="config.json has options that dapo_jax .* does not know: surprise; it was"):

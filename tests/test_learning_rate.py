@@ -5,7 +5,7 @@ import logging
 import pytest
 from small_run import small_config
 
-from dapo_jax.settings import learning_rate_of, learning_rate_plan, warn_of_warm_up
+from dapo_jax.run.settings import learning_rate_of, learning_rate_plan, warn_of_warm_up
 
 WARM = {"actor.optim.lr": 1e-6, "actor.optim.lr_warmup_steps": 20, "trainer.total_training_steps": 100}
 COSINE = {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}
@@ -52,6 +52,7 @@ def test_the_first_rate_of_the_plan_is_the_one_of_the_first_update():
 @pytest.mark.parametrize(("steps", "warned"), [(19, True), (20, False), (100, False)])
 def test_a_warm_up_longer_than_the_run_is_warned_of(caplog, steps, warned):
     with caplog.at_level(logging.WARNING):
-        warn_of_warm_up(small_config("unused", **WARM | {"trainer.total_training_steps": steps}))
+        config = small_config("unused", **WARM | {"trainer.total_training_steps": steps})
+        warn_of_warm_up(config.actor.optim, config.trainer)
     assert bool(caplog.messages) is warned
     assert all("lr_warmup_steps=20 is more than the 19 steps" in message for message in caplog.messages)

@@ -13,16 +13,16 @@ from small_families import changes_of, with_tokenizer
 from small_run import copied, saved, small_config
 from test_export import DATA
 
-from dapo_jax import state
-from dapo_jax.base_models import load_policy
-from dapo_jax.checkpoint import Origin
 from dapo_jax.config.values import with_values
-from dapo_jax.evaluate import bench
-from dapo_jax.export import export
+from dapo_jax.evaluate.evaluate import bench
+from dapo_jax.export.export import export
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.identity import differences, identity
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.training import train
+from dapo_jax.run.base_models import load_policy
+from dapo_jax.run.other_runs import Origin
+from dapo_jax.training import state
+from dapo_jax.training.loop import train
 
 MODEL = "llama_tied"
 

@@ -8,15 +8,14 @@ from shapes import ARCH
 from small_policy import actor_on
 from small_run import DAMPED, assert_same_policy, load_config, rows_without_clock, small_config
 
-from dapo_jax import meshes
 from dapo_jax.config.values import freeze
-from dapo_jax.meshes import make_meshes
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.devices import GIB, Limits
 from dapo_jax.parallel.mesh import make_mesh, with_tensor
 from dapo_jax.preflight.report import read_shape
-from dapo_jax.training import train
-from dapo_jax.training_memory import training_bytes
+from dapo_jax.run import meshes
+from dapo_jax.run.meshes import make_meshes, training_bytes
+from dapo_jax.training.loop import train
 
 DIVIDED = {"mesh.fsdp": 4, "mesh.tensor": 2, "rollout.n": 8, "actor.ppo_mini_batch_size": 2}
 

@@ -33,14 +33,14 @@ from small_run import (
     sums,
 )
 
-from dapo_jax import meshes
-from dapo_jax.command.option_uses import USES, unread
+from dapo_jax.command.option_uses import READS, unread
 from dapo_jax.command.validation import validate
 from dapo_jax.config.values import DEFAULTS
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.training import train
+from dapo_jax.run import meshes
+from dapo_jax.training.loop import train
 
 TABLE = yaml.safe_load(Path(__file__).with_name("option_combinations.yaml").read_text())
 VALUES, NEEDS, OF_LAYOUT, GIVEN_UP = (TABLE[name] for name in ("values", "needs", "of_layout", "given_up"))
@@ -133,9 +133,8 @@ def drawn(dice: random.Random, places: dict[str, str]) -> dict[str, Any]:
 def with_needs(key: str, value: Any) -> dict[str, Any]:
     """The options with which a run reads `key`."""
     needed = NEEDS.get(f"{key}={value}", NEEDS.get(key, {}))
-    for use in USES:
-        if key in use.keys:
-            needed = off_and_on(use.setting)[1] | needed
+    for condition in READS.get(key, ()):
+        needed = off_and_on(condition.setting)[1] | needed
     return {name: one for name, one in needed.items() if DEFAULTS[name] != one}
 
 

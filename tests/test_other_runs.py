@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.checkpoint import Checkpoints, Origin
 from dapo_jax.config.derived import checkpoint_dir
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, OptimConfig
 from dapo_jax.config.values import with_values
-from dapo_jax.learner.optimizer import Models, OptimizerSettings, init_state
+from dapo_jax.learner.optimizer import Models, init_state
 from dapo_jax.monitor.records import write_config
-from dapo_jax.other_runs import PINNED, find_checkpoint, find_trained, pinned
-from dapo_jax.progress import Progress
+from dapo_jax.run.checkpoint import Checkpoints
+from dapo_jax.run.other_runs import PINNED, Origin, find_checkpoint, find_trained, pinned
+from dapo_jax.run.progress import Progress
 
-SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_clip=1.0)
+SETTINGS = OptimConfig(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
 def save(directory, *steps) -> None:
@@ -33,7 +33,7 @@ def run_in(workdir, *steps, elsewhere: Path | None = None) -> Path:
     """The workdir of a run with checkpoints of these steps, which lie `elsewhere` if that is given."""
     config = with_values(Config(workdir=str(workdir)), {"trainer.checkpoint_dir": str(elsewhere or "")})
     write_config(workdir, dataclasses.asdict(config))
-    save(checkpoint_dir(config), *steps)
+    save(checkpoint_dir(config.workdir, config.trainer), *steps)
     return workdir
 
 
@@ -49,8 +49,9 @@ def test_a_workdir_may_be_named_by_a_number(tmp_path):
     ):
         assert find_checkpoint(str(path)) == Origin(str(directory), step)
         trained = find_trained(str(path))
-        assert trained is not None and (checkpoint_dir(trained.config), trained.step) == (str(directory), step)
-    with pytest.raises(ValueError, match="must be the workdir of a run that has saved a checkpoint"):
+        assert trained is not None and trained.step == step
+        assert checkpoint_dir(trained.config.workdir, trained.config.trainer) == str(directory)
+    with pytest.raises(ValueError, match="must be the workdir of a run with a saved checkpoint"):
         find_checkpoint(str(tmp_path / "lr"))  # whose directories are workdirs
     assert find_trained(str(tmp_path / "lr")) is None
 

@@ -6,11 +6,12 @@ import json
 import pytest
 from small_run import small_config
 
+from dapo_jax.command.tasks import held_out_options, parse_tasks
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
-from dapo_jax.problems import TaskSet, held_out_options, parse_tasks, read_problems
-from dapo_jax.reports import results
+from dapo_jax.run.problems import TaskSet, read_problems
+from dapo_jax.training.summary import results
 
 
 def config_with(tasks, **changes):

@@ -9,11 +9,14 @@ import pytest
 from small_policy import ARCH
 from small_run import small_config
 
-from dapo_jax import progress, step_metrics
+from dapo_jax.config.sections import TrainerConfig
+from dapo_jax.learner.networks import trained
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.progress import Progress
-from dapo_jax.reports import summary
-from dapo_jax.step_metrics import forward_flops, memory_metrics, utilisation
+from dapo_jax.run import progress
+from dapo_jax.run.progress import Progress
+from dapo_jax.training import metrics as step_metrics
+from dapo_jax.training.metrics import forward_flops, memory_metrics, utilisation
+from dapo_jax.training.summary import summary
 
 ROW = {"perf/forward_tflop": 2.0, "timing_s/update_actor": 3.0, "timing_s/old_log_prob": 0.5}
 
@@ -32,7 +35,8 @@ def utilised(kind: str, row: dict, **changes) -> dict:
     platform = {"NVIDIA": "gpu", "TPU": "tpu"}.get(kind.split()[0], "cpu")
     device = SimpleNamespace(device_kind=kind, platform=platform, compute_capability="9.0" if platform == "gpu" else "")
     mesh: Any = SimpleNamespace(devices=np.array([device, device]), size=2)
-    return utilisation(small_config("unused", **changes), mesh, row)
+    config = small_config("unused", **changes)
+    return utilisation(config.model, trained(config), mesh, row)
 
 
 def test_utilisation_is_of_the_peak_of_all_training_devices():
@@ -42,7 +46,8 @@ def test_utilisation_is_of_the_peak_of_all_training_devices():
     ]
     peak = 989e12
     assert actor == pytest.approx([3 * 2e12 / (3 * 2 * peak), 4 * 2e12 / (3 * 2 * peak), 3 * 2e12 / (3 * 2 * 67e12)])
-    found = utilised("TPU v5 lite", ROW | {"actor/recomputed_logprobs": 1.0, "timing_s/update_critic": 1.0})
+    row = ROW | {"actor/recomputed_logprobs": 1.0, "timing_s/update_critic": 1.0}
+    found = utilised("TPU v5 lite", row, **{"algorithm.adv_estimator": "gae"})
     assert found["perf/mfu/actor_infer"] == pytest.approx(2e12 / (0.5 * 2 * 197e12))
     assert found["perf/mfu/critic"] == pytest.approx(6e12 / (2 * 197e12))
 
@@ -77,7 +82,7 @@ def test_goodput_is_of_the_steps_that_count_and_restarts_lose_the_time_since_the
 @pytest.mark.parametrize(("saved", "lost"), [([2, 4], False), ([4], True)])
 def test_the_table_says_that_the_best_checkpoint_is_not_on_disk(tmp_path, saved, lost):
     (tmp_path / "metrics.jsonl").write_text("")
-    table = dict(summary(small_config(tmp_path), [], Progress(best=0.5, best_step=2), {}, saved))
+    table = dict(summary(str(tmp_path), TrainerConfig(), [], Progress(best=0.5, best_step=2), {}, saved))
     assert str(table.get("checkpoint of the best")).startswith("none: step 2 was not saved or not kept") == lost
 
 
@@ -88,13 +93,13 @@ def test_the_table_says_that_the_best_checkpoint_is_not_on_disk(tmp_path, saved,
 def test_before_and_after_are_of_the_untrained_and_the_trained_policy(tmp_path, measured, before, after):
     rows = [{"step": step} | ({"eval/a/acc/mean@4": measured[step]} if step in measured else {}) for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = dict(summary(small_config(tmp_path), [], Progress(), {}, []))
+    table = dict(summary(str(tmp_path), TrainerConfig(), [], Progress(), {}, []))
     assert (table["held-out accuracy before"], table["held-out accuracy after"]) == (before, after)
 
 
 def test_the_table_has_the_training_accuracy_first_and_last_and_how_to_go_on(tmp_path):
     rows = [{"step": 0}, {"step": 1, "rollout/acc/mean": 0.25}, {"step": 2, "rollout/acc/mean": 0.5}, {"step": 3}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = dict(summary(small_config(tmp_path), [], Progress(step=3), {}, []))
+    table = dict(summary(str(tmp_path), TrainerConfig(), [], Progress(step=3), {}, []))
     assert table["training accuracy"] == "0.250 -> 0.500"
     assert str(table["to go on"]).endswith("--config.trainer.total_training_steps=6")

@@ -9,19 +9,19 @@ import pytest
 from reward_model_files import write_reward_model
 from small_run import Killed, assert_same_checkpoint, assert_same_policy, rows_without_clock, small_config
 
-from dapo_jax import meshes
-from dapo_jax import training as train_module
 from dapo_jax.command.validation import validate
-from dapo_jax.data.collected import Collected
+from dapo_jax.data.experience import Collected
 from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
-from dapo_jax.progress import advance
-from dapo_jax.run import open_run
-from dapo_jax.state import check_sampling, first_state
-from dapo_jax.step import sample_batch, train_on
-from dapo_jax.training import train
+from dapo_jax.run import meshes
+from dapo_jax.run.parts import open_run
+from dapo_jax.run.progress import advance
+from dapo_jax.training import loop as train_module
+from dapo_jax.training.loop import train
+from dapo_jax.training.state import check_sampling, first_state
+from dapo_jax.training.step import sample_batch, train_on
 
 STEPS = 4
 AHEAD = {
@@ -65,9 +65,9 @@ def one_after_the_other(config):
         models, progress, stream = state.models, state.progress, state.stream
         policies.append(jax.device_get(models.actor.params))
         for step in range(1, STEPS + 1):
-            params = jax.device_put(policies[max(step - 2, 0)], run.learner.actor.trainable.shardings)
+            params = jax.device_put(policies[max(step - 2, 0)], run.learner.networks.actor.trainable.shardings)
             seen = dataclasses.replace(progress, step=max(step - 2, 0))
-            batch, stream = sample_batch(run, run.learner.decode_weights(params), stream, seen, step)
+            batch, stream = sample_batch(run, run.learner.networks.decode_weights(params), stream, seen, step)
             models, finish = train_on(run, models, batch.experience, progress, step)
             metrics = batch.metrics | finish()[0]
             progress, further = advance(config, progress, batch, metrics)

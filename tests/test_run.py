@@ -13,15 +13,15 @@ from safetensors.numpy import load_file, save_file
 from shapes import one_device_mesh
 from small_run import small_config
 
-from dapo_jax.base_models import load_policy, load_reference, read_model
-from dapo_jax.data.collected import Collected
+from dapo_jax.data.experience import Collected
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.critic import build_critic
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
-from dapo_jax.progress import Progress, advance, recomputes
-from dapo_jax.run import init_models
-from dapo_jax.settings import actor_settings, critic_settings
+from dapo_jax.run.base_models import load_policy, load_reference, read_model
+from dapo_jax.run.networks import init_models
+from dapo_jax.run.progress import Progress, advance, recomputes
+from dapo_jax.run.settings import actor_settings
 
 DATA = Path(__file__).parent / "models" / "data"
 LLAMA, QWEN2 = str(DATA / "llama_tied"), str(DATA / "qwen2_bias_tied")
@@ -62,8 +62,8 @@ def critic_of(policy, critic_path):
     config = small_config("unused", **changes, **{"model.path": str(policy)})
     mesh, (arch, _) = one_device_mesh(), read_model(config)
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(config, arch, mesh), mesh)
-        critic = build_critic(critic_settings(config, arch, mesh), mesh)
+        settings = actor_settings(config, arch, mesh)
+        actor, critic = build_actor(settings, mesh), build_critic(settings.passes, config.critic, mesh)
         models = init_models(config, arch, actor, critic, mesh)
     assert models.critic is not None
     return models.actor.params, models.critic.params

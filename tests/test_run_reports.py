@@ -6,14 +6,14 @@ import re
 
 import pytest
 from event_files import values_of
+from metrics_page import HISTOGRAMS
 from small_run import small_config
 
 from dapo_jax.config.sections import Config
-from dapo_jax.monitor.catalogue import HISTOGRAMS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.tensorboard import LAYOUT
-from dapo_jax.reports import options
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
+from dapo_jax.training.summary import options
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 import numpy as np
 from small_run import small_config
 
+from dapo_jax.command.tasks import held_out_options
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
-from dapo_jax.problems import TaskSet, held_out_options
-from dapo_jax.sample_texts import held_out_texts
+from dapo_jax.run.problems import TaskSet
+from dapo_jax.training.sample_texts import held_out_texts
 
 ROWS = [PromptRow(*row, {}) for row in (("1", "s", "a"), ("2", "t", "b"), ("1", "s", "a"), ("3", "s", "c"))]
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from small_run import small_config
 
-from dapo_jax import meshes, settings
-from dapo_jax.base_models import read_model
 from dapo_jax.config.values import with_values
+from dapo_jax.learner.networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.memory import FRACTION
+from dapo_jax.run import meshes, settings
+from dapo_jax.run.base_models import read_model
 
 SMALL = small_config("unused")
 
@@ -112,12 +113,12 @@ def test_the_default_is_the_best_kernel_that_can_run(device, dtype, head_dim, to
     changes = {"model__dtype": dtype, "model__random__head_dim": head_dim, "data__max_response_length": tokens}
     config, arch = configured(**changes)
     assert config.model.attention == "fused"
-    chosen = settings.training_attention(config, arch, eight(device))
+    chosen = settings.passes(config, arch, eight(device)).attention
     assert chosen.name == (kernel or "xla")
     assert (chosen.shared_width > 0) == (kernel != "cudnn")  # cuDNN's attention shares no prompts
     assert chosen.packs
     copies = dataclasses.replace(config, actor=dataclasses.replace(config.actor, share_prompts=False))
-    assert settings.training_attention(copies, arch, eight(device)).shared_width == 0
+    assert settings.passes(copies, arch, eight(device)).attention.shared_width == 0
     notes = meshes.device_notes(config, arch, eight(device))
     found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
     assert len(found) == (kernel is None and device != "cpu")
@@ -134,7 +135,7 @@ def test_the_default_is_the_best_kernel_that_can_run(device, dtype, head_dim, to
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attention, message):
     config, arch = configured(model__attention=attention, model__dtype="float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        settings.training_attention(config, arch, eight(device))
+        settings.passes(config, arch, eight(device))
 
 
 def test_a_note_says_where_passes_are_too_wide_to_share_prompts():
@@ -166,8 +167,7 @@ def test_compiler_options_of_a_run_come_before_those_of_the_platform():
     name = "xla_gpu_enable_latency_hiding_scheduler"
     config, arch = configured(trainer__compiler_options=f'{{"{name}": false}}')
     expected = {**OVERLAP["gpu"], name: False}
-    assert settings.actor_settings(config, arch, eight("A100")).compiler_options == expected
-    assert settings.critic_settings(config, arch, eight("A100")).compiler_options == expected
+    assert settings.passes(config, arch, eight("A100")).compiler_options == expected
     assert settings.compiler_options(configured()[0].trainer, eight("tpu")) == {}
 
 
@@ -178,9 +178,9 @@ def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
     for device, message in {"cpu": "needs devices with their own memory", "A100": "absent GPUs"}.items():
         mesh = eight(device)
         with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
-            meshes.check_memory(config, mesh)
-    meshes.check_memory(config, eight("A100 that is here"))
-    meshes.check_memory(small_config("unused"), eight("A100"))
+            meshes.check_memory(trained(config), config.model, mesh)
+    meshes.check_memory(trained(config), config.model, eight("A100 that is here"))
+    meshes.check_memory(trained(SMALL), SMALL.model, eight("A100"))
 
 
 def test_gdpo_normalises_every_reward_of_the_config():

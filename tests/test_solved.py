@@ -7,10 +7,10 @@ import jax
 import pytest
 from small_run import assert_same_policy, at_call, own_function, rows_without_clock, saved, small_config
 
-from dapo_jax import meshes
-from dapo_jax import step as step_module
 from dapo_jax.monitor.records import read_metrics, sample_files
-from dapo_jax.training import train
+from dapo_jax.run import meshes
+from dapo_jax.training import step as step_module
+from dapo_jax.training.loop import train
 
 EASY = {
     "algorithm.filter_groups.max_num_gen_batches": 2,

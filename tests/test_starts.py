@@ -6,9 +6,9 @@ import pytest
 from small_run import own_function, small_config, sums
 
 from dapo_jax.data.experience import check_score_names
-from dapo_jax.evaluate import bench
+from dapo_jax.evaluate.evaluate import bench
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.training import train
+from dapo_jax.training.loop import train
 
 
 def rows_file(tmp_path, name, numbers):
@@ -18,13 +18,13 @@ def rows_file(tmp_path, name, numbers):
 
 def reached(config, monkeypatch):
     """Runs the checks of a start, up to the first step."""
-    monkeypatch.setattr("dapo_jax.training.first_state", lambda run: 1 / 0)
+    monkeypatch.setattr("dapo_jax.training.loop.first_state", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(config)
 
 
 def test_a_function_that_cannot_work_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("dapo_jax.run.build_engine", None)  # nothing is built to sample with
+    monkeypatch.setattr("dapo_jax.run.parts.build_engine", None)  # nothing is built to sample with
     for body, metric, message in (
         ("return None", "acc", "failed on all 8 .*returned None: no verdict"),
         ("return {'score': 1.0, 'acc': 1.0}", "right", "'right' is not among the numbers .*own.py:score' .*score, acc"),

@@ -22,17 +22,17 @@ from small_run import (
     small_config,
 )
 
-from dapo_jax import step as step_module
-from dapo_jax import training as train_module
 from dapo_jax.config.values import with_values
-from dapo_jax.export import export
-from dapo_jax.held_out import mean_accuracy
+from dapo_jax.export.export import export
 from dapo_jax.learner import update as update_module
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
 from dapo_jax.rewards import verification
-from dapo_jax.training import main, train
+from dapo_jax.run.held_out import mean_accuracy
+from dapo_jax.training import loop as train_module
+from dapo_jax.training import step as step_module
+from dapo_jax.training.loop import main, train
 
 SELDOM = {"trainer.save_freq": -1, "trainer.max_ckpt_to_keep": 9}
 BRANCH = {"trainer.total_training_steps": 5}  # of a run of four steps
@@ -100,7 +100,7 @@ def test_an_update_that_outlasts_the_patience_is_thrown_away(whole, tmp_path, mo
     assert_as_undisturbed(train(config), tmp_path, whole)
     rounds = sum(row["train/num_gen_batches"] for row in whole[2][1:])
     log = (tmp_path / "train.log").read_text()
-    assert log.count("Generated batch") == rounds, "each round stands once"
+    assert log.count("Generated batch") == rounds, "each round is logged once"
     assert all(words in log for _, _, words in attempts)
     assert "Generated batch" in (tmp_path / "train.discarded.log").read_text()
 
@@ -178,7 +178,7 @@ def test_a_run_begins_with_the_policy_of_another(whole, tmp_path):
     merged = jax.device_get(train(last).actor.params)
     moved = {name for name, value in params["layers"].items() if (merged["layers"][name] != value).any()}
     assert moved == set(TARGETS.values())
-    with pytest.raises(ValueError, match="must be the workdir of a run that has saved a checkpoint"):
+    with pytest.raises(ValueError, match="must be the workdir of a run with a saved checkpoint"):
         (tmp_path / "empty").mkdir()
         (tmp_path / "empty" / "config.json").write_text((folder / "config.json").read_text())
         train(with_values(last, {"model.path": str(tmp_path / "empty")}))
@@ -276,7 +276,7 @@ def test_a_restart_that_would_lose_something_is_refused(whole, tmp_path):
 def test_carried_groups_of_another_shape_are_refused(tmp_path):
     carry = {"algorithm.filter_groups.leftover": "carry", "data.gen_batch_size": 16, "trainer.save_freq": 1}
     train(small_config(tmp_path, **carry, **{"trainer.total_training_steps": 1}))
-    with pytest.raises(ValueError, match=r"rollout.n=16, data.max_response_length=4, and the run has 16, 5"):
+    with pytest.raises(ValueError, match=r"data.max_response_length=4, and the run has 5: restore"):
         train(small_config(tmp_path, **carry, **{"data.max_response_length": 5}))
     with pytest.raises(ValueError, match=r"sampled with algorithm.use_kl_in_reward=False, and the run has True"):
         train(small_config(tmp_path, **carry, **{"algorithm.use_kl_in_reward": True}))

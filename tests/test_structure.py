@@ -12,25 +12,19 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    ("errors", "places", "own_functions", "config"),
+    ("errors", "config"),
     ("parallel", "monitor"),
     ("hub",),
-    ("models", "data", "algorithms"),
+    ("data",),
+    ("models", "algorithms"),
     ("rewards",),
-    ("learner", "rollout", "dynamic_sampling", "progress"),
-    ("integrity",),
-    ("checkpoint", "problems", "verl"),
-    ("command", "other_runs", "run_id"),
-    ("base_models",),
-    ("downloads",),
-    ("settings",),
-    ("teacher",),
-    ("training_memory", "meshes", "held_out", "sample_texts"),
-    ("run", "reports", "step_metrics", "model_card"),
-    ("state", "estimator_inputs"),
-    ("step",),
-    ("training", "evaluate", "export", "preflight", "from_verl", "report", "tools", "env"),
+    ("learner", "rollout", "dynamic_sampling"),
+    ("verl", "command"),
+    ("run",),
+    ("training",),
+    ("evaluate", "export", "preflight"),
     ("interface",),
+    ("tools",),
     ("train", "cli", "__init__"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -126,9 +120,16 @@ def unsafe_uses(tree: ast.AST) -> set[str]:
     return found
 
 
+PICKLES = "rewards/session.py"  # written in the user's process, read in a worker: tests/rewards/test_session.py
+
+
 def test_nothing_that_is_read_can_run_code():
     for path, tree in trees().items():
-        assert not unsafe_uses(tree), path
+        pickles = path == PACKAGE / PICKLES
+        assert unsafe_uses(tree) == ({"cloudpickle"} if pickles else set()), path
+        assert path.match("rewards/worker.py") or pickles or "received(" not in path.read_text(), path
+    parts = [ast.unparse(node) for node in ast.walk(trees()[PACKAGE / PICKLES]) if isinstance(node, ast.Attribute)]
+    assert sorted(part for part in parts if "pickle." in part) == ["cloudpickle.dumps", "cloudpickle.loads"]
     for code in ("import pickle", "from pickle import loads", "import dill.source", "eval(x)", "yaml.load(x)"):
         assert unsafe_uses(ast.parse(code))
     for code in ("np.load(x, allow_pickle=True)", "np.load(x, allow_pickle=flag)"):

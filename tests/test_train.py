@@ -20,14 +20,14 @@ from small_run import (
     small_config,
 )
 
-from dapo_jax import meshes
-from dapo_jax import step as step_module
-from dapo_jax import training as train_module
 from dapo_jax.learner import update as update_module
 from dapo_jax.monitor.records import RunRecords, read_metrics
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.rollout import lengths
-from dapo_jax.training import train
+from dapo_jax.run import meshes
+from dapo_jax.training import loop as train_module
+from dapo_jax.training import step as step_module
+from dapo_jax.training.loop import train
 
 ONE_STEP = {"trainer.total_training_steps": 1, "trainer.test_freq": -1, "trainer.val_before_train": False}
 

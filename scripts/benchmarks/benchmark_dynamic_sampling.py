@@ -36,9 +36,9 @@ from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import StreamState
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.run import Run, open_run
-from dapo_jax.state import first_state
-from dapo_jax.step import sample_groups
+from dapo_jax.run.parts import Run, open_run
+from dapo_jax.training.state import first_state
+from dapo_jax.training.step import sample_groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -115,7 +115,7 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
         for step in range(1, steps + 1):
             for line in lines:
                 start = time.perf_counter()
-                weights = line.run.learner.decode_weights(models.actor.params)
+                weights = line.run.learner.networks.decode_weights(models.actor.params)
                 accepted = sample_groups(line.run, weights, line.stream, step=step, version=step - 1, kl_coef=0.0)
                 line.seconds += time.perf_counter() - start
                 line.stream = accepted.state
@@ -128,7 +128,7 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
 def compile_shapes(run: Run, models: Models, configs: Sequence[Config]) -> None:
     """Samples one step of each policy."""
     for config in configs:
-        weights, stream = run.learner.decode_weights(models.actor.params), first_state(run).stream
+        weights, stream = run.learner.networks.decode_weights(models.actor.params), first_state(run).stream
         sample_groups(dataclasses.replace(run, config=config), weights, stream, step=1, version=0, kl_coef=0.0)
 
 

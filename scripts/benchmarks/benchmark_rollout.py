@@ -80,9 +80,10 @@ class Ours:
             self.params = jax.block_until_ready(relay(init_params(self.arch, 0)))
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.rollout.engine import build_engine
         from dapo_jax.rollout.layout import EngineSettings
+        from dapo_jax.rollout.responses import Request
         from dapo_jax.rollout.sampling import TRAIN, Sampling
+        from dapo_jax.run.sampler import build_engine
 
         start = time.perf_counter()
         lengths, on_cpu = response_lengths(case, self.args), self.jax.default_backend() == "cpu"
@@ -104,15 +105,9 @@ class Ours:
                 ),
             )
         with self.jax.set_mesh(self.mesh):
-            rollout = self.engines[case].generate(
-                self.params,
-                self.prompts,
-                range(len(self.prompts)),
-                num_samples=self.args.group,
-                purpose=TRAIN,
-                sampling=Sampling.create(1.0, 1.0, -1),
-                limits=lengths,
-            )
+            request = Request(self.params, self.args.group, TRAIN, Sampling.create(1.0, 1.0, -1))
+            numbers = range(len(self.prompts))
+            rollout = self.engines[case].generate(self.prompts, numbers, request, limits=lengths)
         return int(rollout.mask.sum()), time.perf_counter() - start
 
     def limit(self, case: str) -> dict[str, float]:

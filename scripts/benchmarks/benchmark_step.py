@@ -8,8 +8,8 @@ benchmark_update.py. Responses end where the benchmark says: dapo_jax limits eac
 makes the end-of-sequence token certain there and impossible before. Tunix's sampler has no lengths per row, so Tunix
 takes part only in equal lengths. Measured are:
 
-    dapo_jax NAME  sample_batch (with the verifier processes and the group filter) and train_on of step.py, metrics,
-                   advance; without logging and saving
+    dapo_jax NAME  sample_batch (with the verifier processes and the group filter) and train_on of training/step.py,
+                   metrics, advance; without logging and saving
     trl, tunix     from the start of a step of their trainer to the start of the next
 
 Peers have no group filter, and use their default sampler: TRL transformers' generate, Tunix its own. The columns are
@@ -50,11 +50,11 @@ class OursStep(Ours):
         engine.submit = functools.partial(engine.submit, limits=make_lengths(args))
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.progress import advance
-        from dapo_jax.step import sample_batch, train_on
+        from dapo_jax.run.progress import advance
+        from dapo_jax.training.step import sample_batch, train_on
 
         start, step = time.perf_counter(), self.progress.step + 1
-        weights = self.run.learner.decode_weights(self.models.actor.params)
+        weights = self.run.learner.networks.decode_weights(self.models.actor.params)
         batch, self.stream = sample_batch(self.run, weights, self.stream, self.progress, step)
         self.models, finish = train_on(self.run, self.models, batch.experience, self.progress, step)
         self.progress, _ = advance(self.run.config, self.progress, batch, batch.metrics | finish()[0])
@@ -66,7 +66,7 @@ class OursStep(Ours):
 
     def limit(self, case: str) -> dict[str, float | None]:
         """Tokens per second of matrix products and memory traffic alone."""
-        weights = self.run.learner.decode_weights(self.models.actor.params)
+        weights = self.run.learner.networks.decode_weights(self.models.actor.params)
         sampling = benchmark_rollout.least_seconds(
             weights, self.run.arch, self.run.learner.mesh, make_lengths(self.args), self.args.prompt_length
         )

@@ -71,14 +71,15 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
 
     from dapo_jax.command.validation import validate
     from dapo_jax.config.values import default_config, freeze
-    from dapo_jax.data.order import PromptOrder
-    from dapo_jax.data.prompts import PromptSet
+    from dapo_jax.data.prompts import PromptOrder, PromptSet
     from dapo_jax.data.rows import PromptRow
     from dapo_jax.data.tokenizer import Tokenizer
     from dapo_jax.models.hf_architecture import architecture_from_hf
     from dapo_jax.parallel.mesh import make_mesh
-    from dapo_jax.problems import Problems
-    from dapo_jax.run import Run, build_held_out, build_learner, open_monitor, open_rewards, open_sampler
+    from dapo_jax.parallel.stopping import Pace
+    from dapo_jax.run.networks import build_learner
+    from dapo_jax.run.parts import Run, build_held_out, open_monitor, open_rewards, open_sampler
+    from dapo_jax.run.problems import Problems
 
     num_prompts = args.batch // args.group
     values = default_config()
@@ -115,10 +116,10 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     stack.enter_context(jax.set_mesh(mesh))
     monitor = stack.enter_context(open_monitor(config, initial_step=0))
-    rewards = stack.enter_context(open_rewards(config, problems, tokenizer, mesh, monitor.stage))
-    sampler = stack.enter_context(open_sampler(config, arch, tokenizer, mesh, monitor.stage))
-    learner = build_learner(config, arch, sampler, mesh, monitor.stage)
-    held_out = build_held_out(config, problems, sampler, rewards, monitor.stage)
+    rewards = stack.enter_context(open_rewards(config, problems, tokenizer, mesh, monitor))
+    sampler = stack.enter_context(open_sampler(config, arch, tokenizer, mesh, monitor))
+    learner = build_learner(config, arch, sampler, mesh, monitor, Pace(lambda: None))
+    held_out = build_held_out(config, problems, sampler, rewards, monitor)
     return Run(config, arch, problems, sampler, rewards, learner, held_out, monitor)
 
 
@@ -128,7 +129,7 @@ class Ours:
     def __init__(self, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> None:
         import jax
 
-        from dapo_jax.state import first_state
+        from dapo_jax.training.state import first_state
 
         self.jax, self.args, self.stack = jax, args, ExitStack()
         self.run = open_random_run(self.stack, args, dtype, options)
@@ -138,13 +139,13 @@ class Ours:
 
     def __call__(self, case: str) -> tuple[int, float]:
         from dapo_jax.learner.learner import update
-        from dapo_jax.settings import updates_of_step
+        from dapo_jax.run.settings import learning_rates
 
         self.batch = self.batch or self._make_batch()
         learner = self.run.learner
-        settings = updates_of_step(self.run.config, self.run.arch, learner.mesh, MANY // 2)
+        rates = learning_rates(self.run.config, MANY // 2)
         start = time.perf_counter()
-        self.models, finish = update(learner, self.models, self.batch, settings)
+        self.models, finish = update(learner, self.models, self.batch, rates)
         finish()
         self.jax.block_until_ready(self.models)
         return num_tokens(self.args), time.perf_counter() - start
@@ -176,7 +177,7 @@ class Ours:
             versions=np.zeros(groups, np.int64),
             failed=np.zeros((groups, size), bool),
         )
-        batch = rows_of(self.run.learner, experience, num_groups=groups)
+        batch = rows_of(experience, num_groups=groups, pad_id=self.run.sampler.tokenizer.pad_id)
         advantages = np.random.default_rng(6).normal(size=(len(batch.mask), 1)) * batch.mask
         return dataclasses.replace(batch, advantages=advantages.astype(np.float32))
 
@@ -186,7 +187,7 @@ class Ours:
         seconds = (
             least_flops(self.run.arch, self.args) / (peak * self.run.learner.mesh.size) if peak is not None else None
         )
-        weights = self.run.learner.decode_weights(self.models.actor.params)
+        weights = self.run.learner.networks.decode_weights(self.models.actor.params)
         return {
             "limit": tokens / least_seconds(self.run, weights, self.args),
             "at peak": tokens / seconds if seconds is not None else None,

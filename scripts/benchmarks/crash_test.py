@@ -162,9 +162,9 @@ class Child:
 
 def run_and_tell(descriptor: int, config: str, options: list[str]) -> int:
     """The training command; the name of each stage goes to `descriptor` as it begins."""
-    from dapo_jax import training as train
     from dapo_jax.monitor.console import Console
     from dapo_jax.monitor.records import RunRecords
+    from dapo_jax.training import loop as train
 
     def tell(name: str) -> None:
         os.write(descriptor, f"{name}\n".encode())

@@ -15,10 +15,11 @@ from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.parallel.devices import GIB, LIMITS, Limits
 from dapo_jax.parallel.gpus import GPUS
 from dapo_jax.parallel.mesh import AXES
+from dapo_jax.preflight.rollout import KnownLengths
 from dapo_jax.rollout.layout import EngineSettings, Layout, choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
-from dapo_jax.rollout.queue import Queue, Turn
-from dapo_jax.rollout.work import Counting, KnownLengths
+from dapo_jax.rollout.queue import Counting, Queue, Turn
+from dapo_jax.rollout.shards import ALIVE
 
 SAMPLES = 16  # of a prompt
 DTYPE = np.dtype(np.float16)  # of keys and values; as large as bfloat16
@@ -73,7 +74,7 @@ class Machine:
 
 
 def machines() -> dict[str, Machine]:
-    """The shapes of docs/rollout.md by name."""
+    """The shapes of docs/inside.md by name."""
     shapes = Path(__file__).resolve().parents[2] / "configs" / "shapes"
     sizes = ("0.5B", "1.5B", "7B", "32B")
     half, more, small, large = (read_architecture(shapes / f"Qwen2.5-{size}") for size in sizes)
@@ -137,7 +138,7 @@ class Simulation(Counting):
         rows = np.arange(first, first + count)
 
         def wait() -> None:
-            while outcome.alive(rows).any():
+            while (outcome.states(rows) == ALIVE).any():
                 self.queue.step(self, outcome)
 
         return wait

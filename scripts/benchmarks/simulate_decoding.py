@@ -24,6 +24,7 @@ if __name__ == "__main__":  # the imports below take seconds
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,13 @@ from decoding_roofline import SAMPLES, Machine, Simulation, known, machines, slo
 
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience
-from dapo_jax.dynamic_sampling.accumulation import accumulate_groups, expected_prompts
+from dapo_jax.dynamic_sampling.accumulation import Found, Sampled
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.layout import Layout
-from dapo_jax.rollout.work import needed_work
+from dapo_jax.rollout.queue import needed_work
+from dapo_jax.training.step import accumulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -70,12 +72,39 @@ class Prompts:
         return cls(lengths, responses, rng.random(count) < keep_rate)
 
 
+class SimulatedRollout:
+    """What a step samples, in a queue of its own; `wait` knows what is kept."""
+
+    def __init__(self, prompts: Prompts, queue: Simulation) -> None:
+        self.prompts, self.queue, self.sampled = prompts, queue, Sampled()
+        self.started: deque[tuple[Sequence[int], Callable[[], None]]] = deque()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is something to wait for."""
+        return bool(self.started)
+
+    def start(self, numbers: Sequence[int]) -> None:
+        """Queues the prompts with these numbers."""
+        rows = np.array(numbers) % len(self.prompts.keep)
+        self.started.append((numbers, self.queue.add(self.prompts.lengths[rows], self.prompts.responses[rows])))
+
+    def wait(self) -> Round:
+        """Decodes until the responses to the oldest of them have ended."""
+        numbers, wait = self.started.popleft()
+        wait()
+        return verdicts(numbers, self.prompts.keep[np.array(numbers) % len(self.prompts.keep)])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 def one_queue(
     machine: Machine, layout_of: Callable[[int], Layout], prompts: Prompts, given: argparse.Namespace
 ) -> tuple[float, float]:
-    """Mean seconds of a step of `accumulate_groups`, and tokens drawn per trained one.
+    """Mean seconds of a step, and tokens drawn per trained one.
 
-    A step begins with the prompt after the last accepted one (leftover=requeue), in a queue of its own.
+    A step begins with the prompt after the last accepted one (leftover=requeue).
 
     Args:
         layout_of: the slots for so many prompts.
@@ -83,23 +112,13 @@ def one_queue(
     count = len(prompts.keep)
     options = FilterGroupsConfig(backfill="stream", max_num_gen_batches=count // given.target)
     state, source = StreamState(0, given.keep_rate, History.empty(count)), PromptSource(lambda n: n % count, count)
-    sizes = {"target": given.target, "gen_batch_size": given.target}
     seconds, drawn, trained = 0.0, 0, 0
     for step in range(1, given.steps + 1):
-        layout = layout_of(expected_prompts(state, options, **sizes, step=step))
-        queue = Simulation(machine, layout, LIMIT)
-
-        def start_round(numbers: Sequence[int], queue: Simulation = queue) -> Callable[[], Round]:
-            rows = np.array(numbers) % count
-            wait = queue.add(prompts.lengths[rows], prompts.responses[rows])
-
-            def judge() -> Round:
-                wait()
-                return verdicts(numbers, prompts.keep[rows])
-
-            return judge
-
-        accepted = accumulate_groups(start_round, state, source, options, **sizes, step=step)
+        found = Found(state, source, options, given.target, given.target, step)
+        queue = Simulation(machine, layout_of(found.schedule.expected_prompts), LIMIT)
+        rollout: Any = SimulatedRollout(prompts, queue)
+        known_already: Any = lambda round_: round_  # noqa: E731
+        accepted = accumulate(rollout, known_already, found)
         assert accepted.experience is not None
         state = accepted.state
         seconds, drawn = seconds + queue.seconds, drawn + queue.drawn
@@ -168,7 +187,7 @@ def segmented(machine: Machine, given: argparse.Namespace) -> tuple[float, float
         seconds += old.seconds
         seconds += slot_queue(machine, cohorts[step].lengths, new, prompt_limit=PROMPT_LIMIT, limit=length).seconds
         needed += machine.peak_seconds(token_flops(machine.arch).of_prompts(begun))
-        padded += machine.peak_seconds(old.counted.computed["prefill"])
+        padded += machine.peak_seconds(old.computed["prefill"])
     return seconds / given.steps, needed / given.steps, padded / given.steps
 
 
@@ -202,7 +221,7 @@ def one_round(name: str, machine: Machine, prompts: Prompts, given: argparse.Nam
         queue = slot_queue(machine, lengths, drawn, prompt_limit=PROMPT_LIMIT, limit=LIMIT)
         needed = needed_work(machine.arch, lengths, drawn)["decode"]
         row[f"{case}: slots"] = ", ".join(map(str, queue.layout.ladder))
-        row[f"{case}: computed / needed"] = queue.counted.computed["decode"] / needed
+        row[f"{case}: computed / needed"] = queue.computed["decode"] / needed
         row[f"{case}: s"] = queue.seconds if queue.seconds < 100 else round(queue.seconds)
     return row
 

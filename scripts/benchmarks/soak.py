@@ -26,9 +26,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax import training as train
 from dapo_jax.command.command_line import refusals
 from dapo_jax.monitor.records import RunRecords
+from dapo_jax.training import loop as train
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (  # the policy stays as it is, so that the filter keeps as many groups at the end as at the beginning

@@ -39,7 +39,7 @@ on_worker_clone() { # GIT_URL REF
 on_worker_install() { # uv brings its own Python: that of the TPU images is too old
   PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
   python3 -m uv venv --quiet --allow-existing --python 3.12 venv
-  python3 -m uv pip install --quiet --python venv/bin/python --editable './source[tpu,gcs,hub]'
+  python3 -m uv pip install --quiet --python venv/bin/python --editable './source[tpu,gcs]'
   echo "$HOSTNAME: installed"
 }
 

@@ -42,7 +42,7 @@ preflight() {
   rm -- "$report"
 }
 
-train() { # ends as training ends, also when this shell is told to stop
+train() { # ends as training ends, also when this shell gets SIGTERM
   "$python" -m dapo_jax.train --config "$config" "$@" &
   local training=$! status=0
   trap 'kill -TERM "$training"' TERM INT
