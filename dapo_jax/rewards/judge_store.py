@@ -57,10 +57,10 @@ class JudgeStore:
 
     def begin_request(self) -> None:
         """Counts an attempt. RuntimeError if this process has used its share of a limit."""
-        requests, *tokens = self.spent()
+        (requests, *tokens), settings = self.spent(), self._settings
         of = f", a share of 1/{self._num_processes} of" if self._num_processes > 1 else ","
-        for name, value in (("max_requests", requests), ("max_cost", self.cost(*tokens))):
-            limit = getattr(self._settings, name)
+        limits = ("max_requests", settings.max_requests, requests), ("max_cost", settings.max_cost, self.cost(*tokens))
+        for name, limit, value in limits:
             if limit and value >= limit / self._num_processes:
                 raise RuntimeError(
                     f"the judge has used {value:g}{of} reward.judge.{name}={limit:g}: raise it, then rerun the same "
