@@ -279,14 +279,9 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
     with ExitStack() as stack:
         run = open_random_run(stack, args, dtype, options)
         params = known_params(run)
-        rollout = run.sampler.engine.generate(
-            run.learner.networks.decode_weights(params),
-            prompts,
-            range(rows),
-            num_samples=1,
-            purpose=EVALUATE,
-            sampling=Sampling.create(0.0, 1.0, -1),
-        )
+        weights, greedy = run.learner.networks.decode_weights(params), Sampling.create(0.0, 1.0, -1)
+        request = run.sampler.request(weights, 1, EVALUATE, greedy)
+        rollout = run.sampler.engine.generate(prompts, range(rows), request)
         sampled = np.asarray(rollout.responses)
 
         def trained(responses: np.ndarray) -> np.ndarray:
