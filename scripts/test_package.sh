@@ -76,7 +76,7 @@ builds_the_image() { # the Dockerfile's steps as plain commands, as this user; f
       *) echo "test_package.sh does not know the step $step of the Dockerfile" >&2 && return 1 ;;
     esac
   done 3< "$folder/Dockerfile"
-  "${entry[@]}" --help | grep -q 'config.trainer.total_training_steps'
+  "${entry[@]}" --help | grep 'config.trainer.total_training_steps' > /dev/null # which reads all, unlike -q
   python - <<'PYTHON'
 import dapo_jax as dx
 
