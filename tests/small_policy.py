@@ -16,8 +16,8 @@ from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.networks import Network
 from dapo_jax.learner.trainable import Passes
+from dapo_jax.learner.trained_networks import Network
 from dapo_jax.learner.update import Update, compute_statistics, update_policy
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops

@@ -1,4 +1,4 @@
-"""The worked example of docs/rewards.md runs as it stands there."""
+"""The worked example of docs/rewards.md runs as written."""
 
 import importlib
 import re

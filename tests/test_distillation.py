@@ -12,7 +12,7 @@ from test_export import save_checkpoint
 
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.errors import InputError
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.attention import XLA
 from dapo_jax.monitor.records import read_metrics, write_config
 from dapo_jax.run.networks import check_vocabulary, load_teacher, read_teacher

@@ -22,8 +22,8 @@ from dapo_jax.export.export import export, main
 from dapo_jax.hub import smollm2
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.critic import build_critic
-from dapo_jax.learner.networks import uses_critic
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.learner.trained_networks import uses_critic
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.transformer import forward, logits, positions_of

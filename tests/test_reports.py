@@ -10,7 +10,7 @@ from small_policy import ARCH
 from small_run import small_config
 
 from dapo_jax.config.sections import TrainerConfig
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import progress
 from dapo_jax.run.progress import Progress

@@ -9,7 +9,7 @@ import pytest
 from small_run import small_config
 
 from dapo_jax.config.values import with_values
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.memory import FRACTION

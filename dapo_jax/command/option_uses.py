@@ -21,7 +21,7 @@ from dapo_jax.config.own_functions import is_own
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
 from dapo_jax.errors import InputError
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.rewards.weighted import functions_of
 
 

@@ -31,7 +31,7 @@ from dapo_jax.data.columns import Columns, template_parts
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.errors import InputError, divisors, nearest
 from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.lora import ALL_LINEAR, TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console

@@ -10,7 +10,7 @@ from dapo_jax.config.derived import keeps_some
 from dapo_jax.config.sections import AlgorithmConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.learner import Batching
-from dapo_jax.learner.networks import uses_critic
+from dapo_jax.learner.trained_networks import uses_critic
 from dapo_jax.parallel.sharding import put_rows
 
 BY_PROMPT = "group-token-mean"  # the mean of a loss in which each prompt counts the same

@@ -24,7 +24,7 @@ from dapo_jax.interface.estimates import comparing_groups, given_advantages
 from dapo_jax.interface.samples import Prompt, Samples
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
 from dapo_jax.learner.learner import update
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.memory import reserve_gpu_memory

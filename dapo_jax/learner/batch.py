@@ -23,11 +23,11 @@ from dapo_jax.data.experience import Experience
 from dapo_jax.errors import InputError
 from dapo_jax.learner.distillation import ask_teacher
 from dapo_jax.learner.learner import Batching, Learner
-from dapo_jax.learner.networks import FOR_ESTIMATORS, needs_statistics
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import choosing_experts
 from dapo_jax.learner.rows import known_or_0, padded_prompts, rows_like, rows_of, without_unknown
 from dapo_jax.learner.token_logprobs import TokenStatistics
+from dapo_jax.learner.trained_networks import FOR_ESTIMATORS, needs_statistics
 from dapo_jax.learner.trained_tokens import keep_some, only_high_entropy, selection_noise
 from dapo_jax.learner.update import compute_statistics, compute_values
 from dapo_jax.monitor import statistics

@@ -17,9 +17,9 @@ from dapo_jax.learner.actor import Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.decode_weights import LatestWeights
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.networks import Network
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.trainable import WithFrozen
+from dapo_jax.learner.trained_networks import Network
 from dapo_jax.learner.update import Finish, OnMicroBatch, Update, update_critic, update_policy
 from dapo_jax.models.identity import Identity
 from dapo_jax.monitor.monitor import Monitor

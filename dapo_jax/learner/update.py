@@ -16,11 +16,11 @@ from dapo_jax.data.work import Work, efficiencies
 from dapo_jax.learner.actor import RATIO_BUCKETS, RATIO_STEP, ROUTING, Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.networks import Network
 from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.learner.router_replay import choosing_experts, router_metrics
 from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trainable import Metrics, Trainable
+from dapo_jax.learner.trained_networks import Network
 from dapo_jax.monitor.tensorboard import Histograms, counted
 from dapo_jax.parallel.processes import settle
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated

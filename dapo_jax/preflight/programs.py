@@ -19,8 +19,8 @@ from dapo_jax.config.sections import Config
 from dapo_jax.data.work import Work
 from dapo_jax.learner.actor import build_actor, build_statistics
 from dapo_jax.learner.critic import build_critic
-from dapo_jax.learner.networks import needs_statistics, trained
 from dapo_jax.learner.trainable import HOST, Trainable
+from dapo_jax.learner.trained_networks import needs_statistics, trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
 from dapo_jax.parallel.mesh import Meshes

@@ -23,7 +23,7 @@ from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.errors import InputError, say
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
 from dapo_jax.models.weights import count_params

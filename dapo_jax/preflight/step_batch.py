@@ -16,7 +16,7 @@ from dapo_jax.data.containers import Batch, MicroBatch
 from dapo_jax.data.padding import bucket
 from dapo_jax.data.work import Work
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.networks import Network
+from dapo_jax.learner.trained_networks import Network
 from dapo_jax.parallel.sharding import batch_sharding
 from dapo_jax.preflight.lengths import Lengths
 

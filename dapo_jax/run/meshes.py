@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from dapo_jax.config.derived import uses_reference
 from dapo_jax.config.sections import Config, ModelConfig, OptimConfig
 from dapo_jax.errors import InputError, divisors, nearest
-from dapo_jax.learner.networks import Network, trained
 from dapo_jax.learner.trainable import HOST
+from dapo_jax.learner.trained_networks import Network, trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.parallel.devices import limits_of

@@ -16,8 +16,8 @@ from dapo_jax.learner.actor import Actor, ActorSettings, build_actor, build_stat
 from dapo_jax.learner.critic import Critic, build_critic
 from dapo_jax.learner.decode_weights import LatestWeights
 from dapo_jax.learner.learner import Batching, Learner, Networks, Teacher, build_estimator
-from dapo_jax.learner.networks import trained, uses_critic
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.learner.trained_networks import trained, uses_critic
 from dapo_jax.learner.update import OnMicroBatch
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.identity import identity

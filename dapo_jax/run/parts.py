@@ -21,7 +21,7 @@ from dapo_jax.config.derived import (
 from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.learner.learner import Learner
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import count_params
 from dapo_jax.monitor.bars import shows_progress

@@ -18,9 +18,9 @@ from dapo_jax.config.sections import AlgorithmConfig, Config, DataConfig, ModelC
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.networks import Network, trained
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.trainable import Passes
+from dapo_jax.learner.trained_networks import Network, trained
 from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.flops import token_flops

@@ -18,7 +18,7 @@ from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import curriculum_metrics
 from dapo_jax.dynamic_sampling.rounds import filtered_counts
 from dapo_jax.dynamic_sampling.too_few import SOLVED
-from dapo_jax.learner.networks import Network
+from dapo_jax.learner.trained_networks import Network
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.monitor import statistics

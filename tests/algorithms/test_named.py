@@ -15,7 +15,7 @@ from dapo_jax.algorithms.policy_loss import vanilla
 from dapo_jax.command.option_uses import unread
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import freeze, with_values
-from dapo_jax.learner.networks import needs_statistics, trained
+from dapo_jax.learner.trained_networks import needs_statistics, trained
 from dapo_jax.monitor.recipe import keep_files
 from dapo_jax.run.settings import algorithm_settings
 from dapo_jax.training.loop import train

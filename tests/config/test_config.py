@@ -11,7 +11,7 @@ from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
 from dapo_jax.config.sections import AlgorithmConfig, Config
 from dapo_jax.config.values import DEFAULTS, default_config, freeze, with_values
-from dapo_jax.learner.networks import trained, uses_critic
+from dapo_jax.learner.trained_networks import trained, uses_critic
 
 PACKAGE = Path(dapo_jax.__file__).parent
 

@@ -9,7 +9,7 @@ from small_run import RECIPE
 import dapo_jax as dx
 from dapo_jax.config.values import freeze
 from dapo_jax.interface.estimates import comparing_groups
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.parallel.stopping import Pace
 
 CHANGES = {

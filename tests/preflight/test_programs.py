@@ -3,7 +3,7 @@ import pytest
 from small_run import small_config
 
 from dapo_jax.learner import trainable
-from dapo_jax.learner.networks import trained
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models import paged_attention, paged_attention_gpu
 from dapo_jax.models.attention import XLA
 from dapo_jax.models.flops import token_flops

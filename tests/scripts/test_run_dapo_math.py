@@ -24,7 +24,7 @@ TINY = str(SCRIPTS.parent / "tests/small_recipe.py")
 HOST_NUMBERS = ("HOST", "TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID")
 VARIABLES = (*HOST_NUMBERS, "CONFIG", "OUTPUT", "TOPOLOGY", "DAPO_FILE", "AIME_FILE")
 
-# Stands in for Python: writes its last argument, and lets the real one read reports.
+# Takes the place of Python: writes the file of its last argument, and leaves reading reports to the real one.
 PYTHON = f"""
 [[ $1 == -c ]] && exec {sys.executable} "$@"
 file="${{@: -1}}"
