@@ -4,6 +4,7 @@ A config names them python:NAME. They reach a worker as a pickle that this proce
 worker's own connection. Nothing else is unpickled: no file, and no byte from a worker.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import cloudpickle
 
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.weighted import functions_of
+
+logger = logging.getLogger(__name__)
 
 OF_SESSION = "python:"  # begins the name of a function of the session
 _KEPT: dict[str, bytes] = {}  # pickles by name: a run of this session may be resumed or evaluated
@@ -23,13 +26,17 @@ def keep(function: Callable[..., Any], label: str = "function") -> str:
         InputError: it uses something that another process cannot have.
     """
     try:
-        _KEPT[OF_SESSION + label] = cloudpickle.dumps(function)
+        pickled = cloudpickle.dumps(function)
     except Exception as error:  # whatever an object that it uses raises
         raise InputError(
             f"reward, {label!r}: {function!r} cannot be sent to a verifier process ({type(error).__name__}: {error}): "
             "make what it uses inside the function, or in a module that it imports"
         ) from error
-    return OF_SESSION + label
+    name = OF_SESSION + label
+    if _KEPT.get(name, pickled) != pickled:
+        logger.warning("%s is another function from now on, also for earlier runs of this session that name it", name)
+    _KEPT[name] = pickled
+    return name
 
 
 def of_session(name: str) -> list[str]:

@@ -128,6 +128,13 @@ def test_only_this_session_has_it():
         validate(config_with(change))
 
 
+def test_another_function_of_the_same_name_is_told(caplog):
+    first = lambda text: 1.0  # noqa: E731
+    assert keep(first) == keep(first) == "python:function" and not caplog.records
+    assert keep(lambda text: 2.0) == "python:function"
+    assert "python:function is another function from now on" in caplog.text
+
+
 def test_nothing_is_unpickled_but_in_a_worker_what_its_pool_has_sent(tmp_path, monkeypatch):
     """No answer, file or config of a run leads to a pickle."""
 
