@@ -1,5 +1,6 @@
 """Host: the `--help` of a command: its most used options, with the comments of config/sections.py."""
 
+import argparse
 import ast
 import functools
 import inspect
@@ -72,6 +73,22 @@ def about(docstring: str | None) -> str:
     """A command's docstring, as the beginning of its help."""
     text = (docstring or "").removeprefix("Host: ")
     return text[:1].upper() + text[1:]
+
+
+def command_parser(prog: str, docstring: str | None, options: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a command that its module's docstring explains.
+
+    Args:
+        options: the command of MOST_USED whose options end the help; None = it takes no config.
+    """
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=about(docstring),
+        epilog=options_help(options) if options else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=argparse.SUPPRESS,
+    )
 
 
 def options_help(command: str) -> str:

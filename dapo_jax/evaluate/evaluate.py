@@ -7,7 +7,6 @@ checkpoint) on the held-out problems and on evaluate.tasks. With --step or --all
 config.workdir if model.path is not a run. It needs no training data. docs/evaluation.md describes options and output.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -22,7 +21,7 @@ import jax
 import numpy as np
 
 from dapo_jax.command.command_line import command
-from dapo_jax.command.help import about, options_help
+from dapo_jax.command.help import command_parser
 from dapo_jax.command.output_directory import is_written, new_output, output_directory
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir
@@ -242,14 +241,7 @@ def table(results: Sequence[dict]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m dapo_jax.evaluate",
-        description=about(__doc__),
-        epilog=options_help("evaluate"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage=argparse.SUPPRESS,
-    )
+    parser = command_parser("python -m dapo_jax.evaluate", __doc__, options="evaluate")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="training step of the checkpoint to measure")
     which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")

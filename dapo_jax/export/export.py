@@ -8,7 +8,6 @@ config.workdir, whatever FILE says. The command needs neither data nor an accele
 had, add --config.mesh.fsdp=1 --config.mesh.tensor=1.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -22,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.command.command_line import command
-from dapo_jax.command.help import about, options_help
+from dapo_jax.command.help import command_parser
 from dapo_jax.command.output_directory import new_output, output_directory
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.places import place_of
@@ -263,14 +262,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m dapo_jax.export",
-        description=about(__doc__),
-        epilog=options_help("export"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage=argparse.SUPPRESS,
-    )
+    parser = command_parser("python -m dapo_jax.export", __doc__, options="export")
     parser.add_argument("--output", required=True, help="directory to write, new or empty")
     parser.add_argument("--step", type=int, help="training step of the checkpoint, default the newest")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")

@@ -17,14 +17,13 @@ if __name__ == "__main__":  # the imports below take seconds
 
     end_at_once("preflight")
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_jax.command.command_line import read_config, refusals
-from dapo_jax.command.help import about, options_help
+from dapo_jax.command.help import command_parser
 from dapo_jax.errors import say
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.preflight.lengths import FORM
@@ -33,14 +32,7 @@ from dapo_jax.preflight.tables import tables
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m dapo_jax.preflight",
-        description=about(__doc__),
-        epilog=options_help("preflight"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage=argparse.SUPPRESS,
-    )
+    parser = command_parser("python -m dapo_jax.preflight", __doc__, options="preflight")
     parser.add_argument(
         "--topology", default="cpu", help="v5e:4x4, v5p-256, h100:8, a100:2x8, ..., or this machine's cpu, gpu or tpu"
     )

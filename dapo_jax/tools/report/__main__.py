@@ -11,7 +11,6 @@ if __name__ == "__main__":  # the imports below take seconds
 
     end_at_once("report")
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from dapo_jax.command.command_line import refusals
-from dapo_jax.command.help import about
+from dapo_jax.command.help import command_parser
 from dapo_jax.errors import InputError, say
 from dapo_jax.monitor.console import aligned
 from dapo_jax.tools.report.page import page
@@ -67,13 +66,7 @@ def _named(given: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dapo-jax report",
-        description=about(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage=argparse.SUPPRESS,
-    )
+    parser = command_parser("dapo-jax report", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="workdir of a run, or NAME=WORKDIR; folder of a sweep")
     parser.add_argument("--output", type=Path, help="the file to write; RUN/report.html for one run unless given")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
