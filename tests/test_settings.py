@@ -12,8 +12,9 @@ from dapo_jax.config.values import with_values
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
+from dapo_jax.parallel.devices import Limits
 from dapo_jax.parallel.memory import FRACTION
-from dapo_jax.run import meshes, settings
+from dapo_jax.run import meshes, passes, settings
 from dapo_jax.run.base_models import read_model
 
 SMALL = small_config("unused")
@@ -87,9 +88,9 @@ def configured(**changes) -> tuple[settings.Config, Architecture]:
 def test_auto_is_bfloat16_where_the_devices_multiply_it():
     (auto, _), (given, _) = configured(), configured(model__dtype="float32")
     known = {device: eight(device) for device in ("cpu", "tpu", "T4", "A100", "B200", "MI300")}
-    fast = {device for device, mesh in known.items() if settings.compute_dtype(auto.model, mesh).name == "bfloat16"}
+    fast = {device for device, mesh in known.items() if passes.compute_dtype(auto.model, mesh).name == "bfloat16"}
     assert fast == {"tpu", "A100", "B200", "MI300"}
-    assert {settings.compute_dtype(given.model, mesh).name for mesh in known.values()} == {"float32"}
+    assert {passes.compute_dtype(given.model, mesh).name for mesh in known.values()} == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -113,12 +114,12 @@ def test_the_default_is_the_best_kernel_that_can_run(device, dtype, head_dim, to
     changes = {"model__dtype": dtype, "model__random__head_dim": head_dim, "data__max_response_length": tokens}
     config, arch = configured(**changes)
     assert config.model.attention == "fused"
-    chosen = settings.passes(config, arch, eight(device)).attention
+    chosen = passes.passes(config, arch, eight(device)).attention
     assert chosen.name == (kernel or "xla")
     assert (chosen.shared_width > 0) == (kernel != "cudnn")  # cuDNN's attention shares no prompts
     assert chosen.packs
     copies = dataclasses.replace(config, actor=dataclasses.replace(config.actor, share_prompts=False))
-    assert settings.passes(copies, arch, eight(device)).attention.shared_width == 0
+    assert passes.passes(copies, arch, eight(device)).attention.shared_width == 0
     notes = meshes.device_notes(config, arch, eight(device))
     found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
     assert len(found) == (kernel is None and device != "cpu")
@@ -135,7 +136,7 @@ def test_the_default_is_the_best_kernel_that_can_run(device, dtype, head_dim, to
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attention, message):
     config, arch = configured(model__attention=attention, model__dtype="float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        settings.passes(config, arch, eight(device))
+        passes.passes(config, arch, eight(device))
 
 
 def test_a_note_says_where_passes_are_too_wide_to_share_prompts():
@@ -148,27 +149,40 @@ def test_a_note_says_where_passes_are_too_wide_to_share_prompts():
         assert [line for line in notes if "copy the prompt" in line] == [note] * copies
 
 
-def test_a_note_says_why_auto_is_float32():
-    config, arch = configured(model__attention="xla")
-    message = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"
-    notes = {device: meshes.device_notes(config, arch, eight(device)) for device in ("cpu", "tpu", "T4", "A100")}
-    assert [device for device, lines in notes.items() if message in lines] == ["T4"]
-
-
-def test_a_note_says_how_much_of_a_gpu_jax_may_take(monkeypatch):
+def test_notes_say_why_auto_is_float32_and_how_much_of_a_gpu_jax_may_take(monkeypatch):
     monkeypatch.setenv(FRACTION, "0.8")
     config, arch = configured(model__attention="xla")
-    (note,) = meshes.device_notes(config, arch, eight("A100"))
-    assert note == "JAX may take 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
-    assert not meshes.device_notes(config, arch, eight("tpu"))
+    slow = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"
+    share = "JAX may take 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
+    for device, notes in {"cpu": [], "tpu": [], "T4": [slow, share], "A100": [share]}.items():
+        assert meshes.device_notes(config, arch, eight(device)) == notes
 
 
 def test_compiler_options_of_a_run_come_before_those_of_the_platform():
     name = "xla_gpu_enable_latency_hiding_scheduler"
     config, arch = configured(trainer__compiler_options=f'{{"{name}": false}}')
     expected = {**OVERLAP["gpu"], name: False}
-    assert settings.passes(config, arch, eight("A100")).compiler_options == expected
-    assert settings.compiler_options(configured()[0].trainer, eight("tpu")) == {}
+    assert passes.passes(config, arch, eight("A100")).compiler_options == expected
+    assert passes.compiler_options(configured()[0].trainer, eight("tpu")) == {}
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__lora__rank": 4}, {"algorithm__adv_estimator": "gae"}], ids=str)
+def test_attention_is_kept_on_accelerators_where_it_fits_by_the_estimate(changes, monkeypatch):
+    config, arch = configured(model__enable_gradient_checkpointing=True, **changes)
+
+    def kept(device):
+        return passes.remat_policy(config, arch, eight(device))
+
+    found = {device: kept(device) for device in ("cpu", "tpu", "A100", "MI300")}  # the last one's memory is not known
+    assert found == {"cpu": "full", "tpu": "attention", "A100": "attention", "MI300": "full"}
+    needed = passes.training_bytes(config, arch, eight("tpu"), stores_scores=False, policy="attention")
+    for share, policy in ((1.01, "attention"), (0.99, "full")):
+        limits = Limits("small", share * needed / passes.FILLED, None, None, None)
+        monkeypatch.setattr(passes, "limits_of", lambda device, limits=limits: limits)
+        assert kept("tpu") == policy
+    given, _ = configured(model__enable_gradient_checkpointing=True, model__remat_policy="dots")
+    nothing, _ = configured(model__enable_gradient_checkpointing=False)
+    assert [passes.remat_policy(one, arch, eight("tpu")) for one in (given, nothing)] == ["dots", "none"]
 
 
 @pytest.mark.parametrize("option", ["actor.optim.offload", "model.remat_policy"])

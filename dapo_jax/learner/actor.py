@@ -205,6 +205,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
         options,
         mesh,
         compiler_options=compiler_options,
+        dtype=settings.passes.dtype if lora is None else jnp.float32,  # adapters are scaled first
         frozen=frozen,
     )
     whole = replicated(mesh)

@@ -58,6 +58,7 @@ def build_critic(of_policy: Passes, options: CriticConfig, mesh: Mesh) -> Critic
         options,
         mesh,
         compiler_options=passes.compiler_options,
+        dtype=passes.dtype,
     )
 
     def with_zero_head(params):

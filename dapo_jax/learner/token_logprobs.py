@@ -47,17 +47,13 @@ def response_statistics(
         entropy_gradient: whether the entropy and the squares are differentiated, or only reported.
     """
     hidden, counts = response_hidden(params, batch, passes, remat=remat)
+    rounded = transformer.rounded_head(params)
 
     def chunk_statistics(chunk):
         hidden, tokens, candidates = chunk
-        logits = transformer.logits(params, hidden, passes.arch) / temperature
+        logits = transformer.logits(params, hidden, passes.arch, rounded) / temperature
         logprobs, normalizer = chosen_logprobs(logits, tokens)
-        log_probabilities = logits - normalizer[..., None]
-        if not entropy_gradient:
-            log_probabilities = jax.lax.stop_gradient(log_probabilities)
-        probabilities = jnp.exp(log_probabilities)
-        entropy = -jnp.sum(probabilities * log_probabilities, axis=-1)
-        squares = jnp.sum(jnp.square(probabilities), axis=-1)
+        entropy, squares = spread(logits if entropy_gradient else jax.lax.stop_gradient(logits))
         of_candidates = None if candidates is None else logits_of(logits, candidates) - normalizer[..., None]
         return TokenStatistics(logprobs, entropy, squares, of_candidates)
 
@@ -71,7 +67,8 @@ def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ja
 
     The backward pass reads the logits once: it has the normalizer from the forward pass, in `_in_chunks` too.
     """
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    distances, highest = _below_the_highest(logits)
+    normalizer = jnp.log(jnp.sum(jnp.exp(distances), axis=-1)) + highest
     return logits_of(logits, tokens[..., None])[..., 0] - normalizer, normalizer
 
 
@@ -90,6 +87,24 @@ def _chosen_backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tup
 
 
 chosen_logprobs.defvjp(_chosen_forward, _chosen_backward)
+
+
+def spread(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Entropy and sum of squared probabilities of softmax(logits), [..., V] -> [...] twice.
+
+    They are sums over the terms of the normalizer of `chosen_logprobs`, so that one pass over the logits finds all.
+    """
+    distances, _ = _below_the_highest(logits)
+    weights = jnp.exp(distances)
+    total = jnp.sum(weights, axis=-1)
+    entropy = jnp.log(total) - jnp.sum(weights * distances, axis=-1) / total
+    return entropy, jnp.sum(jnp.square(weights), axis=-1) / jnp.square(total)
+
+
+def _below_the_highest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How far each logit is from its row's highest, [..., V], and the highest [...]; the latter has no gradient."""
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    return logits - highest[..., None], highest
 
 
 def most_likely_tokens(
@@ -143,7 +158,7 @@ def _in_chunks(function: Callable[[Any], Any], arrays: Any, chunk_size: int) -> 
     results = jax.lax.map(
         jax.checkpoint(function, policy=kept), jax.tree.map(lambda x: _split_columns(x, columns), arrays)
     )
-    return jax.tree.map(lambda x: _join_columns(x, length), results)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1, *x.shape[3:])[:, :length], results)
 
 
 def response_hidden(
@@ -165,8 +180,3 @@ def _split_columns(x: jax.Array, columns: int) -> jax.Array:
     missing = -x.shape[1] % columns
     x = jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
     return x.reshape(x.shape[0], -1, columns, *x.shape[2:]).swapaxes(0, 1)
-
-
-def _join_columns(x: jax.Array, length: int) -> jax.Array:
-    """The inverse of `_split_columns`: [chunks, B, columns, ...] -> [B, R, ...]."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]

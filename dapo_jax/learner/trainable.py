@@ -50,6 +50,29 @@ class WithFrozen:
 
 
 @dataclass(frozen=True)
+class Operands:
+    """The parameters as `Trainable.accumulate` takes them: matrices of layers in the dtype of products."""
+
+    cast: Any  # jitted: the leaves of params["layers"] that are cast -> the same, cast
+    names: tuple[str, ...]  # of these leaves
+
+    def __call__(self, params: Any) -> Any:
+        return self._with(params, self.cast(self._leaves(params)))
+
+    def lower(self, params: Any) -> jax.stages.Lowered:
+        return self.cast.lower(self._leaves(params))
+
+    def shapes(self, params: Any) -> Any:
+        return self._with(params, self.lower(params).out_info)
+
+    def _leaves(self, params: Any) -> dict[str, Any]:
+        return {name: params["layers"][name] for name in self.names}
+
+    def _with(self, params: Any, leaves: dict[str, Any]) -> Any:
+        return {**params, "layers": {**params["layers"], **leaves}}
+
+
+@dataclass(frozen=True)
 class Trainable:
     """The compiled functions that train a model on a mesh."""
 
@@ -57,7 +80,8 @@ class Trainable:
     init_random: Callable[[int], TrainState]  # seed -> state
     init_from: Callable[[Any], TrainState]  # params (donated) -> state
     zero_gradients: Any  # jitted: params -> float32 gradients [data, ...], for each copy of the params
-    accumulate: WithFrozen  # (params, gradients (donated), batch) -> gradients, metrics
+    operands: Operands  # params -> what `accumulate` takes, for all micro-batches of an optimizer step
+    accumulate: WithFrozen  # (operands, gradients (donated), batch) -> gradients, metrics
     apply: Any  # jitted: (state (donated), gradients, rate) -> state, norm of the gradients
     state_shape: Any  # TrainState of jax.ShapeDtypeStruct with shardings, for restoring
 
@@ -70,6 +94,7 @@ def build_trainable(
     mesh: Mesh,
     *,
     compiler_options: Mapping[str, Any],
+    dtype: Any,
     frozen: Any = None,
 ) -> Trainable:
     """Compiles (on first use) the training functions of a model whose parameters are sharded over `mesh`.
@@ -79,6 +104,7 @@ def build_trainable(
         init: seed -> fresh params.
         options: the optimizer's among them.
         compiler_options: XLA's, of `accumulate`.
+        dtype: to which the layers' matrices are cast once an optimizer step; the loss is differentiated by these.
         frozen: arrays that the loss reads besides the params, or their shapes for lowering alone.
     """
     optim = options.optim
@@ -104,6 +130,7 @@ def build_trainable(
             lambda params: jax.tree.map(lambda x: jnp.zeros((copies, *x.shape), x.dtype), params),
             out_shardings=gradient_shardings,
         ),
+        operands=_operands(table, shardings, dtype),
         accumulate=WithFrozen(
             jax.jit(
                 _accumulation(loss_fn, mesh),
@@ -128,6 +155,17 @@ def build_trainable(
     )
 
 
+def _operands(table: Sequence[Weight], shardings: Any, dtype: Any) -> Operands:
+    """Leaves that have the dtype are not among those that are cast: a jitted function would copy them."""
+    wide = jnp.dtype(dtype) != jnp.float32
+    names = tuple(weight.path[1] for weight in table if wide and weight.stacked and weight.is_matrix)
+
+    def cast(leaves: dict[str, Any]) -> dict[str, Any]:
+        return {name: leaf.astype(dtype) for name, leaf in leaves.items()}
+
+    return Operands(jax.jit(cast, out_shardings={name: shardings["layers"][name] for name in names}), names)
+
+
 def _state_shardings(
     abstract_state: TrainState, shardings: Any, mesh: Mesh, *, offload: bool
 ) -> tuple[TrainState, Any]:
@@ -147,9 +185,10 @@ def _accumulation(loss_fn: Loss, mesh: Mesh) -> Callable[..., tuple[Any, Metrics
 
     def accumulate(params, frozen, gradients, batch):
         (loss, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
-        spoilt = jnp.where(jnp.isfinite(loss), 0.0, jnp.nan)  # so that the update is skipped
-        gradients = jax.tree.map(lambda old, new: old + (new + spoilt), gradients, new)
-        return gradients, {name: part.across("data") for name, part in metrics.items()}
+        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.add, gradients, new))
+        smallest = min(range(len(leaves)), key=lambda place: leaves[place].size)
+        leaves[smallest] += jnp.where(jnp.isfinite(loss), 0.0, jnp.nan)  # so that the update is skipped
+        return jax.tree.unflatten(tree, leaves), {name: part.across("data") for name, part in metrics.items()}
 
     return jax.shard_map(
         accumulate,

@@ -186,14 +186,16 @@ def _optimizer_steps(
             mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings.network, mesh))
             gradients = trainable.zero_gradients(state.params)
             parts: list[Metrics] = []
+            operands = trainable.operands(state.params)
             work += Work(needed=micro_batches.needed(mini_batch))
             for piece in micro_batches.split(mini_batch):
                 work += Work(computed=micro_batches.computed(piece))
                 placed = put(piece.micro_batch, batch_sharding(mesh))
-                gradients, new = trainable.accumulate(state.params, gradients, placed)
+                gradients, new = trainable.accumulate(operands, gradients, placed)
                 settle(gradients)
                 parts.append(new)
                 pace(new)
+            del operands
             state, norm = trainable.apply(state, gradients, np.float32(settings.learning_rate))
             settle(state)
             del gradients  # before the next ones are made
@@ -248,17 +250,11 @@ def _summary(prefix: str, steps: list[tuple[Metrics, Any]]) -> dict[str, float]:
     if not steps:
         return counts
     merged = functools.reduce(_merge, [metrics for metrics, _ in steps])
-    summary = {
-        f"{prefix}/{name}": float(part.total) / len(steps) if _is_sum(part) else _value(part)
-        for name, part in merged.items()
-    }
+    summary = {f"{prefix}/{name}": _value(part, len(steps)) for name, part in merged.items()}
     summary[f"{prefix}/grad_norm"] = float(np.mean(norms))
     return summary | counts
 
 
-def _is_sum(part: Mean | Max) -> bool:
-    return isinstance(part, Mean) and float(part.count) == 0
-
-
-def _value(part: Mean | Max) -> float:
-    return float(part.value) if isinstance(part, Max) else float(part.total) / max(float(part.count), 1.0)
+def _value(part: Mean | Max, num_steps: int = 1) -> float:
+    """The mean or the highest value; of a sum (of count 0), the mean over the steps."""
+    return float(part.value) if isinstance(part, Max) else float(part.total) / (float(part.count) or num_steps)

@@ -54,6 +54,12 @@ def matmul(subscripts: str, x: jax.Array, weight: jax.Array, *, narrow: bool = F
     return _matmul(subscripts, narrow, x, weight)
 
 
+def dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x @ y, float32; of float32 operands, unrounded."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul(subscripts: str, narrow: bool, x: jax.Array, weight: jax.Array) -> Any:
     return _product(subscripts, x.astype(weight.dtype), weight, narrow)
@@ -75,7 +81,9 @@ def _backward(subscripts: str, narrow: bool, saved: Any, cotangent: jax.Array) -
     inputs, output = subscripts.split("->")
     of_x, of_weight = inputs.split(",")
     # Without the barrier, a CPU recomputes transposed operands for every column of the product.
-    x, cotangent = jax.lax.optimization_barrier((x, cotangent.astype(weight.dtype)))
+    cotangent = cotangent.astype(weight.dtype)
+    if not narrow:
+        x, cotangent = jax.lax.optimization_barrier((x, cotangent))
     to_x = _product(f"{output},{of_weight}->{of_x}", cotangent, weight, narrow)
     to_weight = _product(f"{of_x},{output}->{of_weight}", x, cotangent)
     return to_x.astype(x_like.dtype), to_weight.astype(weight.dtype)

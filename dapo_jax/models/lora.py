@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import matmul
@@ -125,7 +126,8 @@ def adapted(subscripts: str, x: jax.Array, layer: dict[str, Any], name: str) -> 
 
     The product with the matrix may have been written narrow, those with the adapter, which is small, are float32.
     """
-    result = matmul(subscripts, x, layer[name], narrow=writes_narrow()).astype(jnp.float32)
+    result = matmul(subscripts, x, layer[name], narrow=writes_narrow())
+    result = checkpoint_name(result, f"{name} product").astype(jnp.float32)
     if name + A not in layer:
         return result
     inputs, output = subscripts.split("->")

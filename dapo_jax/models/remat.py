@@ -7,7 +7,7 @@ import jax
 from jax import checkpoint_policies as policies
 
 ATTENDED = "attended"  # the result of attention, and what its kernel saves for the backward pass
-ATTENTION = ("query", "key", "value", ATTENDED)  # names of results of a layer
+ATTENTION = ("query", "key", "value", ATTENDED, "output product")  # names of results of a layer
 CUDNN = "dot_product_attention_fwd_wrapper"  # JAX's name of cuDNN's attention, whose results have no names
 
 

@@ -23,6 +23,8 @@ from dapo_jax.models.layers import REPLAYED, KeyValue, Params, block, normed, ro
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
 
+HEAD_AXES = "vocab", "embed"
+
 
 def forward(
     params: Params,
@@ -128,15 +130,43 @@ def chosen_experts(layers: Iterable[jax.Array | None]) -> jax.Array | None:
     return jnp.stack(chosen, axis=2) if chosen else None
 
 
-def logits(params: Params, hidden: jax.Array, arch: Architecture) -> jax.Array:
-    """Unnormalised float32 scores of the next token, [..., D] -> [..., V]."""
-    return capped(matmul("...d,vd->...v", hidden, head_table(params)), arch.logit_cap)
+def logits(params: Params, hidden: jax.Array, arch: Architecture, rounded: jax.Array | None = None) -> jax.Array:
+    """Unnormalised float32 scores of the next token, [..., D] -> [..., V]; `rounded` as for `head_table`."""
+    return capped(matmul("...d,vd->...v", hidden, head_table(params, rounded)), arch.logit_cap)
 
 
-def head_table(params: Params) -> jax.Array:
-    """The table [V, D] of the head, which may be the embedding, in the dtype of matrix products."""
-    table: Any = gather_weight(params["head"] if "head" in params else params["embedding"], ("vocab", "embed"))
-    return table.astype(product_dtype(params))
+def head_table(params: Params, rounded: jax.Array | None = None) -> jax.Array:
+    """The table [V, D] of the head, which may be the embedding, in the dtype of matrix products.
+
+    Args:
+        rounded: from `rounded_head`, for a table of several uses.
+    """
+    table: Any = gather_weight(_head(params), HEAD_AXES)
+    if rounded is None:
+        return table.astype(product_dtype(params))
+    return _in_place_of(table, gather_weight(jax.lax.stop_gradient(rounded), HEAD_AXES))
+
+
+def rounded_head(params: Params) -> jax.Array | None:
+    """The head's table in the dtype of matrix products, cast once for several uses; None if it has that dtype."""
+    table, dtype = _head(params), product_dtype(params)
+    return None if table.dtype == dtype else table.astype(dtype)
+
+
+def _head(params: Params) -> Any:
+    return params["head"] if "head" in params else params["embedding"]
+
+
+@jax.custom_vjp
+def _in_place_of(table: jax.Array, rounded: jax.Array) -> jax.Array:
+    """`rounded`; the gradients of its uses go to `table`, and so add up in float32."""
+    return rounded
+
+
+_in_place_of.defvjp(
+    lambda table, rounded: (rounded, jnp.zeros((), table.dtype)),
+    lambda like, cotangent: (cotangent.astype(like.dtype), None),
+)
 
 
 def product_dtype(params: Params) -> Any:

@@ -4,8 +4,7 @@ They are the functions that a run calls (learner/, rollout/), with the shapes an
 prompts and responses have given lengths. Nothing is allocated.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,38 +24,14 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.sharding import TRAIN_RULES, weight_sharding
+from dapo_jax.preflight.compiled import DECODING, GRADIENTS, OPTIMIZER, PARAMETERS, Program, device_bytes
 from dapo_jax.preflight.lengths import Lengths
 from dapo_jax.preflight.rollout import RoundPlan, plan_round
 from dapo_jax.preflight.step_batch import StepBatch
 from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.run.networks import read_teacher, teacher_settings
+from dapo_jax.run.base_models import TEACHER, read_model
+from dapo_jax.run.networks import teacher_settings
 from dapo_jax.run.settings import actor_settings, all_micro_batches, engine_settings, micro_batches
-
-# What lies in a device's memory for longer than a call.
-KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")
-PARAMETERS, OPTIMIZER, GRADIENTS, DECODING, CACHE = KINDS
-Lower = Callable[[], jax.stages.Lowered]
-Sizes = Mapping[str, float]  # bytes on one device by kind
-
-
-@dataclass(frozen=True)
-class Program:
-    """A compiled function of a training step."""
-
-    stage: str
-    name: str
-    calls: float  # in a training step
-    lower: Lower  # sets the mesh that the program runs on
-    inside: Sizes  # arguments and results that outlive the call
-    beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
-    # scores that a kernel of attention computes for a bin and a head; None = those on and below the diagonal.
-    # Of paged attention, all keys that the rows of a device read.
-    pairs: float | None = None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for the same program of two steps. Names are of one step: they leave out what is the same in all."""
-        return self.name, self.pairs, *sorted(self.inside.items())
 
 
 @dataclass(frozen=True)
@@ -144,7 +119,7 @@ class _Builder:
         self.actor = build_actor(settings, mesh, self.frozen, decode_mesh=meshes.sampling)
         self.teacher, self.teaching = None, self.actor.statistics
         if config.algorithm.distillation.path:
-            of_teacher, _ = read_teacher(config)
+            of_teacher, _ = read_model(config, TEACHER)
             teaching = teacher_settings(config, of_teacher, mesh)
             freeze = build_freeze(of_teacher, teaching.passes.dtype, mesh)
             self.teacher = freeze.lower(_shapes(weight_table(of_teacher), mesh)).out_info
@@ -178,73 +153,39 @@ class _Builder:
     def rollout(self, plan: RoundPlan) -> Iterator[Program]:
         """The programs of the engine."""
         for program in plan.programs:
-            inside, beside = {CACHE: device_bytes(program.cache)}, dict[str, float]()
-            (inside if program.reads_weights else beside).update(self.decoding_bytes)
-            yield Program(
-                program.stage,
-                program.name,
-                program.calls,
-                program.lower,
-                inside,
-                {**self.state, **beside},
-                program.pairs,
-            )
+            yield replace(program, beside={**self.state, **program.beside})
 
     def learning(self) -> Iterator[Program]:
         """Log-probabilities and the optimizer steps of the policy, and of the critic if there is one."""
-        config = self.config
-        state = {**self.state, **self.decoding_bytes}
+        config, statistics = self.config, self.actor.statistics
         recomputed = config.actor.old_logprob == "recompute" or needs_statistics(config.algorithm)
-        passes = {"log-probabilities": (self.params, float(recomputed))}
+        yield from self._forward("actor", "log-probabilities", statistics, self.params, times=float(recomputed))
         if self.reference is not None:
-            passes["reference's log-probabilities"] = (self.reference, 1.0)
-        for name, (params, times) in passes.items():
-            for shape in self.batch.passes("actor"):
-                yield Program(
-                    "log-probabilities",
-                    f"{name}, {shape}",
-                    shape.count * times,
-                    lambda params=params, shape=shape: self.actor.statistics.lower(params, shape.micro_batch),
-                    {PARAMETERS: device_bytes([params, self.frozen])},
-                    {**state, PARAMETERS: state[PARAMETERS] - device_bytes([params, self.frozen])},
-                    pairs=shape.pairs,
-                )
+            yield from self._forward("actor", "reference's log-probabilities", statistics, self.reference)
         if self.teacher is not None:
-            yield from self._teaching(state)
+            if config.algorithm.distillation.form == "top_k":
+                yield from self._forward("actor", "most likely tokens", self.actor.most_likely, self.params)
+            yield from self._forward("teacher", "teacher's scores", self.teaching, self.teacher)
         yield from self._update("actor", self.actor.trainable)
         if self.critic is not None:
-            critic = self.critic
-            params = critic.trainable.state_shape.params
-            for shape in self.batch.passes("critic"):
-                yield Program(
-                    "values",
-                    f"values, {shape}",
-                    shape.count,
-                    lambda shape=shape: critic.values.lower(params, shape.micro_batch),
-                    {PARAMETERS: device_bytes(params)},
-                    {**state, PARAMETERS: state[PARAMETERS] - device_bytes(params)},
-                    pairs=shape.pairs,
-                )
-            yield from self._update("critic", critic.trainable)
+            params = self.critic.trainable.state_shape.params
+            yield from self._forward("critic", "values", self.critic.values, params)
+            yield from self._update("critic", self.critic.trainable)
 
-    def _teaching(self, state: Sizes) -> Iterator[Program]:
-        """The policy's most likely tokens, with algorithm.distillation.form=top_k, and the teacher's scores."""
-        functions = {"teacher": (self.teaching, self.teacher)}
-        if self.config.algorithm.distillation.form == "top_k":
-            functions = {"actor": (self.actor.most_likely, self.params), **functions}
-        names = {"actor": "most likely tokens", "teacher": "teacher's scores"}
-        for name, (function, params) in functions.items():
-            read = device_bytes([params, self.frozen if name == "actor" else None])
-            for shape in self.batch.passes(name):
-                yield Program(
-                    "log-probabilities",
-                    f"{names[name]}, {shape}",
-                    shape.count,
-                    lambda function=function, params=params, shape=shape: function.lower(params, shape.micro_batch),
-                    {PARAMETERS: read},
-                    {**state, PARAMETERS: state[PARAMETERS] - read},
-                    pairs=shape.pairs,
-                )
+    def _forward(self, network: str, name: str, function: Any, params: Any, times: float = 1.0) -> Iterator[Program]:
+        """Forward passes of the "actor", the "critic" or the "teacher" over the whole batch."""
+        read = device_bytes([params, self.frozen if network == "actor" else None])
+        state = {**self.state, **self.decoding_bytes}
+        for shape in self.batch.passes(network):
+            yield Program(
+                "values" if network == "critic" else "log-probabilities",
+                f"{name}, {shape}",
+                shape.count * times,
+                lambda shape=shape: function.lower(params, shape.micro_batch),
+                {PARAMETERS: read},
+                {**state, PARAMETERS: state[PARAMETERS] - read},
+                pairs=shape.pairs,
+            )
 
     def _update(self, name: str, trainable: Trainable) -> Iterator[Program]:
         """The optimizer steps of the "actor" or the "critic"."""
@@ -257,14 +198,27 @@ class _Builder:
         # The decoding weights are dropped before the policy's update.
         beside = self.state if name == "actor" else {**self.state, **self.decoding_bytes}
         frozen = self.frozen if name == "actor" else None
-        read = device_bytes([state.params, frozen])
+        steps = self.config.data.train_batch_size / network.mini_batch_size * epochs
+        operands = trainable.operands.shapes(state.params)  # what is cast counts as temporary
+        read = device_bytes([operands, frozen])
+        if names := trainable.operands.names:
+            of_cast = device_bytes([state.params["layers"][each] for each in names])
+            yield Program(
+                "update",
+                f"{name}, weights for products",
+                steps,
+                lambda: trainable.operands.lower(state.params),
+                {PARAMETERS: of_cast},
+                {**beside, PARAMETERS: self.state[PARAMETERS] - of_cast},
+            )
+            read -= device_bytes([operands["layers"][each] for each in names])
         others = {**beside, PARAMETERS: self.state[PARAMETERS] - read}
         for shape in self.batch.updates[name]:
             yield Program(
                 "update",
                 f"{name}, gradients of {shape}",
                 shape.count * epochs,
-                lambda shape=shape: trainable.accumulate.lower(state.params, gradients, shape.micro_batch),
+                lambda shape=shape: trainable.accumulate.lower(operands, gradients, shape.micro_batch),
                 {PARAMETERS: read, GRADIENTS: of_gradients},
                 others,
                 pairs=shape.pairs,
@@ -273,22 +227,11 @@ class _Builder:
         yield Program(
             "update",
             f"{name}, optimizer step",
-            self.config.data.train_batch_size / network.mini_batch_size * epochs,
+            steps,
             lambda: trainable.apply.lower(state, gradients, np.float32(0)),
             {PARAMETERS: of_params, OPTIMIZER: moments, GRADIENTS: of_gradients},
             {**beside, PARAMETERS: self.state[PARAMETERS] - of_params, OPTIMIZER: self.state[OPTIMIZER] - moments},
         )
-
-
-def device_bytes(tree: Any, *, kind: str | None = None) -> float:
-    """Bytes on one device of shapes with shardings; those in the host's memory only if `kind` is HOST."""
-    return float(
-        sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree)
-            if (leaf.sharding.memory_kind == HOST) == (kind == HOST)
-        )
-    )
 
 
 def _shapes(table: Any, mesh: Mesh) -> Any:

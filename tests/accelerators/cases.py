@@ -71,6 +71,15 @@ FAMILIES: Mapping[str, dict[str, Any]] = {  # config.json of each
         **{"num_hidden_layers": 4, "decoder_sparse_step": 2},
     },
 }
+PUBLISHED = {  # of the sizes of the accelerator report
+    f"qwen2.5-{size}": {
+        **LLAMA,
+        **{"architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "tie_word_embeddings": True},
+        **dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), sizes, strict=True)),
+        **{"num_attention_heads": sizes[0] // sizes[3], "num_key_value_heads": 2},
+    }
+    for size, sizes in {"0.5b": (896, 4864, 24, 64), "1.5b": (1536, 8960, 28, 128)}.items()
+}
 
 
 def small() -> Any:
@@ -111,7 +120,7 @@ class Case:
     name: str
     programs: Callable[[Parts], Iterator[Program]]
     changes: Mapping[str, Any] = field(default_factory=dict)
-    family: str = ""  # of FAMILIES; empty: the random model
+    family: str = ""  # of FAMILIES or PUBLISHED; empty: the random model
     platforms: tuple[str, ...] = (H100, V5E)
     devices: tuple[int, int] = (0, 8)  # those of the mesh, from and to
     both: bool = False
@@ -126,26 +135,28 @@ def config_of(case: Case, directory: Path) -> Config:
     """
     values = small()
     if case.family:
-        (directory / "config.json").write_text(json.dumps(FAMILIES[case.family]))
+        (directory / "config.json").write_text(json.dumps({**FAMILIES, **PUBLISHED}[case.family]))
         values.model.path = str(directory)
     values.update_from_flattened_dict(case.changes)
     return without_switched_off(freeze(small()), freeze(values), case.changes)
 
 
+LOSS, ESTIMATOR, RESPONSE = "actor.policy_loss.loss_mode", "algorithm.adv_estimator", "data.max_response_length"
+ATTENTION, REMAT = "model.attention", "model.remat_policy"
+OPTIMIZER_NAME, MOMENTS, OFFLOAD = (f"actor.optim.{name}" for name in ("optimizer", "moments_dtype", "offload"))
 DECODE = r"decode \d+ slots a shard"
 UPDATE, OPTIMIZER, CRITIC = step("actor, gradients"), step("actor, optimizer"), step("values", "critic")
-GAE = {"algorithm.adv_estimator": "gae"}
+GAE = {ESTIMATOR: "gae"}
 KL = {"actor.use_kl_loss": True}
 REWARDS = {"gdpo": {"algorithm.gdpo_reward_keys": ("acc", "score"), "algorithm.gdpo_reward_weights": (1.0, 0.5)}}
 TEACHER = {"algorithm.distillation.path": "random"}
-XLA, FLOAT32 = {"model.attention": "xla"}, {"model.dtype": "float32"}
+XLA, FLOAT32 = {ATTENTION: "xla"}, {"model.dtype": "float32"}
 BUDGET = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 512}
 HALF = {"mesh.data": 1}  # of the mesh
 ALONE = {"mesh.tensor": 1, "mesh.train_tensor": 1}
 ALONE_ON_8 = {**ALONE, "mesh.fsdp": 4}
 LORA = {"model.lora.rank": 4}
 ATTENTION_LORA = {**LORA, "model.lora.target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
-MOMENTS = "actor.optim.moments_dtype"
 WINDOWED = ("gemma2", "gemma3_text", "qwen3_moe")
 
 CASES = [
@@ -188,14 +199,9 @@ CASES = [
     Case(
         "a loss of sequences with their mask, the entropy and a KL divergence",
         UPDATE,
-        {
-            "actor.policy_loss.loss_mode": "gspo",
-            "actor.off_policy_mask_threshold": 0.1,
-            "actor.entropy_coeff": 0.01,
-            **KL,
-        },
+        {LOSS: "gspo", "actor.off_policy_mask_threshold": 0.1, "actor.entropy_coeff": 0.01, **KL},
     ),
-    *(Case(f"tokens drawn by {name}", of.drawn_tokens, {"actor.policy_loss.loss_mode": name}) for name in SELECTIONS),
+    *(Case(f"tokens drawn by {name}", of.drawn_tokens, {LOSS: name}) for name in SELECTIONS),
     Case("reference", step("reference"), KL),
     Case("teacher", step("teacher's scores"), TEACHER),
     Case(
@@ -211,16 +217,9 @@ CASES = [
     Case("functions of a batch", of.batch_functions, both=True),
     Case("rewards and filter", of.rewards_and_filter, both=True),
     # estimators
+    *(Case(f"estimator {name}", of.estimator, {ESTIMATOR: name, **REWARDS.get(name, {})}) for name in ESTIMATORS),
     *(
-        Case(f"estimator {name}", of.estimator, {"algorithm.adv_estimator": name, **REWARDS.get(name, {})})
-        for name in ESTIMATORS
-    ),
-    *(
-        Case(
-            f"estimator cpo, {name}",
-            of.estimator,
-            {"algorithm.adv_estimator": "cpo", "algorithm.cpo.wrap_method": name},
-        )
+        Case(f"estimator cpo, {name}", of.estimator, {ESTIMATOR: "cpo", "algorithm.cpo.wrap_method": name})
         for name in CPO_METHODS
     ),
     Case("critic", CRITIC, GAE),
@@ -228,38 +227,35 @@ CASES = [
     Case(
         "critic with Clip-Cov and KL",
         step("actor, gradients", "critic, gradients"),
-        {**GAE, **KL, "actor.policy_loss.loss_mode": "clip_cov"},
+        {**GAE, **KL, LOSS: "clip_cov"},
         combined=True,
     ),
     Case(
         "critic with a token budget and bfloat16 moments",
         CRITIC,
-        {**GAE, **BUDGET, "critic.optim.moments_dtype": "bfloat16", "model.remat_policy": "attention"},
+        {**GAE, **BUDGET, "critic.optim.moments_dtype": "bfloat16", REMAT: "attention"},
         combined=True,
     ),
     # attention and what is kept for the backward pass
-    *(Case(f"remat {name}, fused", UPDATE, {"model.remat_policy": name}) for name in ("attention", "dots")),
-    *(
-        Case(f"remat {name}, XLA's attention", UPDATE, {**XLA, "model.remat_policy": name})
-        for name in ("full", "attention", "dots")
-    ),
+    *(Case(f"remat {name}, fused", UPDATE, {REMAT: name}) for name in ("attention", "dots")),
+    *(Case(f"remat {name}, XLA's attention", UPDATE, {**XLA, REMAT: name}) for name in ("full", "attention", "dots")),
     Case("everything kept", UPDATE, {"model.enable_gradient_checkpointing": False}),
-    Case("remat offload", UPDATE, {"model.remat_policy": "offload"}, platforms=(V5E,)),  # JAX knows no host of GPUs
+    Case("remat offload", UPDATE, {REMAT: "offload"}, platforms=(V5E,)),  # JAX knows no host of GPUs
     *(  # the longest responses decide which of the two is the default
         Case(
             f"{name} by name{more}",
             step("actor, gradients", "log-prob"),
-            {"model.attention": name, **changes},
+            {ATTENTION: name, **changes},
             platforms=(H100,),
         )
         for name in ("cudnn", "triton")
-        for more, changes in {"": {}, ", LoRA": LORA, ", remat dots": {"model.remat_policy": "dots"}}.items()
+        for more, changes in {"": {}, ", LoRA": LORA, ", remat dots": {REMAT: "dots"}}.items()
     ),
-    Case("critic, cuDNN by name", CRITIC, {**GAE, "model.attention": "cudnn"}, platforms=(H100,)),
-    Case("splash in float32", UPDATE, {**FLOAT32, "model.attention": "splash"}, platforms=(V5E,)),
+    Case("critic, cuDNN by name", CRITIC, {**GAE, ATTENTION: "cudnn"}, platforms=(H100,)),
+    Case("splash in float32", UPDATE, {**FLOAT32, ATTENTION: "splash"}, platforms=(V5E,)),
     Case("windows and soft caps", windows_and_caps, platforms=(H100, V5E, "v6e:2x4", "a100:8")),
-    Case("odd lengths", UPDATE, {"data.max_response_length": 101}),
-    Case("a response in several kernel blocks", UPDATE, {"data.max_response_length": 700}),
+    Case("odd lengths", UPDATE, {RESPONSE: 101}),
+    Case("a response in several kernel blocks", UPDATE, {RESPONSE: 700}),
     # the batch
     Case("prompts shared, Qwen3", UPDATE, XLA, family="qwen3"),
     Case("prompts not shared", UPDATE, {**XLA, "actor.share_prompts": False}),
@@ -267,16 +263,16 @@ CASES = [
     Case("token budget, XLA's attention", UPDATE, {**BUDGET, **XLA}),
     # the optimizer
     Case("moments in bfloat16", OPTIMIZER, {MOMENTS: "bfloat16"}),
-    Case("Muon", OPTIMIZER, {"actor.optim.optimizer": "muon"}),
+    Case("Muon", OPTIMIZER, {OPTIMIZER_NAME: "muon"}),
     Case(
         "Muon, Qwen3-MoE, bfloat16",
         OPTIMIZER,
-        {"actor.optim.optimizer": "muon", MOMENTS: "bfloat16"},
+        {OPTIMIZER_NAME: "muon", MOMENTS: "bfloat16"},
         family="qwen3_moe",
         combined=True,
     ),
-    Case("moments offloaded", OPTIMIZER, {"actor.optim.offload": True}, platforms=(V5E,)),  # JAX knows no host of GPUs
-    Case("offloaded in bfloat16", OPTIMIZER, {"actor.optim.offload": True, MOMENTS: "bfloat16"}, platforms=(V5E,)),
+    Case("moments offloaded", OPTIMIZER, {OFFLOAD: True}, platforms=(V5E,)),  # JAX knows no host of GPUs
+    Case("offloaded in bfloat16", OPTIMIZER, {OFFLOAD: True, MOMENTS: "bfloat16"}, platforms=(V5E,)),
     # adapters, other models, the end
     Case("LoRA", step("decoding", "actor", "log-prob"), LORA, both=True),
     Case(
@@ -285,7 +281,7 @@ CASES = [
         {**LORA, **KL, **FLOAT32},
         combined=True,
     ),
-    Case("LoRA and remat attention", UPDATE, {**LORA, "model.remat_policy": "attention"}),
+    Case("LoRA and remat attention", UPDATE, {**LORA, REMAT: "attention"}),
     Case(
         "LoRA of attention alone, Qwen2",
         step("decoding", "actor, gradients"),
@@ -302,14 +298,14 @@ CASES = [
         Case(f"XLA's attention, float32, {name}", UPDATE, {**XLA, **FLOAT32}, family=name, combined=True)
         for name in WINDOWED
     ),
-    Case("remat attention, Gemma 2", UPDATE, {"model.remat_policy": "attention"}, family="gemma2"),
-    Case("remat dots, Qwen3-MoE", UPDATE, {"model.remat_policy": "dots"}, family="qwen3_moe", combined=True),
+    Case("remat attention, Gemma 2", UPDATE, {REMAT: "attention"}, family="gemma2"),
+    Case("remat dots, Qwen3-MoE", UPDATE, {REMAT: "dots"}, family="qwen3_moe", combined=True),
     Case("token budget, Gemma 3", UPDATE, BUDGET, family="gemma3_text"),
     Case("start of training, Qwen3-MoE", of.start_of_training, family="qwen3_moe"),
-    Case("cuDNN with windows", UPDATE, {"model.attention": "cudnn"}, family="mistral with a window", platforms=(H100,)),
+    Case("cuDNN with windows", UPDATE, {ATTENTION: "cudnn"}, family="mistral with a window", platforms=(H100,)),
     Case("reward model", of.reward_model),
     Case("reward model in float32, Qwen2", of.reward_model, FLOAT32, family="qwen2"),
     Case("export", of.gathers),
     Case("checksums, moments in bfloat16", of.checksums, {MOMENTS: "bfloat16"}, both=True),
-    Case("checksums, moments offloaded", of.checksums, {"actor.optim.offload": True}, platforms=(V5E,)),
+    Case("checksums, moments offloaded", of.checksums, {OFFLOAD: True}, platforms=(V5E,)),
 ]

@@ -21,7 +21,7 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config, LengthRewardConfig
 from dapo_jax.data.containers import Batch, Bins, MicroBatch
 from dapo_jax.dynamic_sampling.group_filter import group_statistics
-from dapo_jax.learner.actor import build_actor, loss_of
+from dapo_jax.learner.actor import Actor, build_actor, loss_of
 from dapo_jax.learner.batch import (
     jitted_importance_weights,
     jitted_kl_penalty,
@@ -45,14 +45,15 @@ from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding
 from dapo_jax.preflight.lengths import all_longest
 from dapo_jax.preflight.programs import step_programs
 from dapo_jax.preflight.report import read_shape
-from dapo_jax.rewards.reward_model import build_reward_model
+from dapo_jax.rewards.reward_model import build_scores
 from dapo_jax.rewards.shaping import length_rewards, place_rewards, shape_rewards
 from dapo_jax.rollout.layout import Shape, cache_dtype, choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.sampling import SELECT, position_noise
+from dapo_jax.run.passes import compute_dtype, passes
 from dapo_jax.run.sampler import page_attention
-from dapo_jax.run.settings import actor_settings, compute_dtype, engine_settings, passes
+from dapo_jax.run.settings import actor_settings, engine_settings
 
 ROWS, TOKENS, GROUPS = 16, 128, 4  # of what the small functions are given
 Program = tuple[str, Callable[[], jax.stages.Lowered]]
@@ -70,6 +71,10 @@ class Parts:
     def mesh(self) -> Mesh:
         """The one that trains. Only in a step's programs may the other differ."""
         return self.meshes.training
+
+    @functools.cached_property
+    def actor(self) -> Actor:
+        return build_actor(actor_settings(self.config, self.arch, self.mesh), self.mesh)
 
     def rows(self, *shape: int, dtype: Any = jnp.float32) -> Any:
         """The shape of an array whose first dimension is divided over the devices."""
@@ -105,13 +110,8 @@ def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
         programs = step_programs(parts.config, parts.arch, parts.meshes, lengths=lengths, memory=1e9).programs
         for name in names:
             assert any(re.match(name, program.name) for program in programs), f"no program is named like {name}"
-        return iter(
-            [
-                (program.name, program.lower)
-                for program in programs
-                if not names or any(re.match(name, program.name) for name in names)
-            ]
-        )
+        asked = [one for one in programs if not names or any(re.match(name, one.name) for name in names)]
+        return iter([(program.name, program.lower) for program in asked])
 
     return found
 
@@ -155,9 +155,8 @@ def engine_calls(parts: Parts, lengths: np.ndarray | None = None, num_samples: i
     """What the engine calls for prompts of these lengths; None = those of a step, of 16 tokens each."""
     config = parts.config
     settings = engine_settings(config, parts.arch, (0,), 0, parts.mesh)
-    actor = build_actor(actor_settings(config, parts.arch, parts.mesh), parts.mesh)
     with jax.set_mesh(parts.mesh):
-        weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
+        weights = parts.actor.decode_weights.lower(parts.actor.trainable.state_shape.params).out_info
     attend, _ = page_attention(settings)
     lengths = np.full(config.data.train_batch_size, 16) if lengths is None else lengths
     given = attend, cache_dtype(weights), lengths, num_samples or config.rollout.n
@@ -167,16 +166,14 @@ def engine_calls(parts: Parts, lengths: np.ndarray | None = None, num_samples: i
 
 def start_of_training(parts: Parts) -> Iterator[Program]:
     """Weights that are drawn, frozen, given to a critic; the optimizer's state; gradients to add to."""
-    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    trainable = parts.actor.trainable
     critic = build_critic(passes(parts.config, parts.arch, parts.mesh), parts.config.critic, parts.mesh)
-    params = actor.trainable.state_shape.params
-    yield "draw", lambda: actor.trainable.init_random.lower(0)
-    yield "optimizer state", lambda: actor.trainable.init_from.lower(params)
-    yield "gradients of zero", lambda: actor.trainable.zero_gradients.lower(params)
-    yield (
-        "freeze",
-        lambda: build_freeze(parts.arch, compute_dtype(parts.config.model, parts.mesh), parts.mesh).lower(params),
-    )
+    freeze = build_freeze(parts.arch, compute_dtype(parts.config.model, parts.mesh), parts.mesh)
+    params = trainable.state_shape.params
+    yield "draw", lambda: trainable.init_random.lower(0)
+    yield "optimizer state", lambda: trainable.init_from.lower(params)
+    yield "gradients of zero", lambda: trainable.zero_gradients.lower(params)
+    yield "freeze", lambda: freeze.lower(params)
     yield "critic from policy", lambda: jax.jit(critic.init_from_policy).lower(params)
 
 
@@ -193,22 +190,14 @@ def losses(parts: Parts) -> Iterator[Program]:
     changes["entropy"] = {"entropy_coeff": 0.01}
     variants = {name: replace(default, options=replace(default.options, **one)) for name, one in changes.items()}
     values, mask = parts.rows(ROWS, TOKENS), parts.rows(ROWS, TOKENS, dtype=jnp.bool_)
-    whole_numbers = parts.rows(ROWS, TOKENS, dtype=jnp.int32)
-    batch = MicroBatch(
-        bins=Bins(*[whole_numbers] * 4),
-        sources=whole_numbers,
-        sequences=whole_numbers,
-        responses=whole_numbers,
-        mask=mask,
-        loss_mask=mask,
-        old_logprobs=values,
-        advantages=values,
-        loss_weights=values,
-        importance_weights=values,
-        ref_logprobs=values,
-        selected=mask,
-        sampled_logprobs=values,
-    )
+    numbers = parts.rows(ROWS, TOKENS, dtype=jnp.int32)
+    fields = {
+        **dict.fromkeys(("sources", "sequences", "responses"), numbers),
+        **dict.fromkeys(("mask", "loss_mask", "selected"), mask),
+        **dict.fromkeys(("old_logprobs", "advantages", "loss_weights", "importance_weights"), values),
+        **dict.fromkeys(("ref_logprobs", "sampled_logprobs"), values),
+    }
+    batch = MicroBatch(bins=Bins(*[numbers] * 4), **fields)
     for name, settings in variants.items():
         loss = functools.partial(loss_of, settings=settings)
         gradient = jax.jit(jax.grad(loss, has_aux=True))
@@ -217,27 +206,16 @@ def losses(parts: Parts) -> Iterator[Program]:
 
 def drawn_tokens(parts: Parts) -> Iterator[Program]:
     """What losses that draw tokens compute over a whole mini-batch."""
-    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
-    batch = _mini_batch(parts)
-    assert actor.select is not None
-    yield "select", lambda: actor.select.lower(batch, parts.whole(ROWS, TOKENS))  # pyright: ignore
-    yield "noise", lambda: position_noise.lower(0, SELECT, parts.whole(GROUPS, dtype=jnp.int32), ROWS // GROUPS, TOKENS)
-
-
-def _mini_batch(parts: Parts) -> Any:
+    select: Any = parts.actor.select
     tokens, mask = parts.whole(ROWS, TOKENS, dtype=jnp.int32), parts.whole(ROWS, TOKENS, dtype=jnp.bool_)
-    ids, values = parts.whole(ROWS, dtype=jnp.int32), parts.whole(ROWS, TOKENS)
-    return Batch(
-        prompts=tokens,
-        prompt_mask=mask,
-        group_ids=ids,
-        responses=tokens,
-        mask=mask,
-        loss_mask=mask,
-        old_logprobs=values,
-        advantages=values,
-        noise=values,
-    )
+    values = parts.whole(ROWS, TOKENS)
+    fields = {
+        **dict.fromkeys(("prompts", "responses"), tokens),
+        **dict.fromkeys(("prompt_mask", "mask", "loss_mask"), mask),
+        **dict.fromkeys(("old_logprobs", "advantages", "noise"), values),
+    }
+    yield "select", lambda: select.lower(Batch(group_ids=parts.whole(ROWS, dtype=jnp.int32), **fields), values)
+    yield "noise", lambda: position_noise.lower(0, SELECT, parts.whole(GROUPS, dtype=jnp.int32), ROWS // GROUPS, TOKENS)
 
 
 def estimator(parts: Parts) -> Iterator[Program]:
@@ -277,37 +255,17 @@ def batch_functions(parts: Parts) -> Iterator[Program]:
         yield f"loss weights, {mode}", functools.partial(jitted_token_weights.lower, mask, ids, mode, scale_factor=9.0)
     for name in PENALTIES:
         yield f"KL penalty {name}", functools.partial(jitted_kl_penalty.lower, values, values, estimator=name)
+    given = per_row, per_row, ids, parts.whole(ROWS, dtype=jnp.bool_)
+    ratios = {"keep_pos_ratio": 0.5, "keep_neg_ratio": 0.5, "norm_adv_by_std_in_grpo": True}
+    keep = functools.partial(jitted_keep_samples.lower, *given, num_groups=GROUPS, **ratios)
     for new in (True, False):
-        yield (
-            f"keep samples, compute_new_adv={new}",
-            functools.partial(
-                jitted_keep_samples.lower,
-                per_row,
-                per_row,
-                ids,
-                parts.whole(ROWS, dtype=jnp.bool_),
-                num_groups=GROUPS,
-                keep_pos_ratio=0.5,
-                keep_neg_ratio=0.5,
-                compute_new_adv=new,
-                norm_adv_by_std_in_grpo=True,
-            ),
-        )
+        yield f"keep samples, compute_new_adv={new}", functools.partial(keep, compute_new_adv=new)
     yield "mismatch", lambda: jitted_mismatch_metrics.lower(values, values, mask)
     yield "probabilities", lambda: jitted_probability_metrics.lower(values, values, mask)
+    settings = {"threshold": parse_threshold("2.0"), "batch_normalize": True}
+    weigh = functools.partial(jitted_importance_weights.lower, values, values, mask, **settings)
     for name in WEIGHTS:
-        yield (
-            f"importance weights, {name}",
-            functools.partial(
-                jitted_importance_weights.lower,
-                values,
-                values,
-                mask,
-                rollout_is=name,
-                threshold=parse_threshold("2.0"),
-                batch_normalize=True,
-            ),
-        )
+        yield f"importance weights, {name}", functools.partial(weigh, rollout_is=name)
     bands = tuple((name, parse_threshold("0.5_2.0")) for name in CRITERIA)
     yield "rejection", lambda: jitted_rejection_mask.lower(values, values, mask, criteria=bands)
 
@@ -315,17 +273,15 @@ def batch_functions(parts: Parts) -> Iterator[Program]:
 def reward_model(parts: Parts) -> Iterator[Program]:
     """A transformer with a scalar head over whole conversations."""
     arch = replace(parts.arch, scalar_head=True)
-    model = build_reward_model(arch, compute_dtype(parts.config.model, parts.mesh), parts.mesh)
     params = _weights(arch, parts.mesh, TRAIN_RULES)
-    weights = model.freeze.lower(params).out_info  # pyright: ignore[reportFunctionMemberAccess]
+    weights = build_freeze(arch, compute_dtype(parts.config.model, parts.mesh), parts.mesh).lower(params).out_info
     tokens, mask = parts.rows(8, TOKENS, dtype=jnp.int32), parts.rows(8, TOKENS, dtype=jnp.bool_)
-    yield "scores", lambda: model.scores.lower(weights, tokens, mask)  # pyright: ignore[reportFunctionMemberAccess]
+    yield "scores", lambda: build_scores(arch, parts.mesh).lower(weights, tokens, mask)
 
 
 def checksums(parts: Parts) -> Iterator[Program]:
     """What a checkpoint computes over all that it saves of a policy."""
-    state = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh).trainable.state_shape
-    arrays = jax.tree.leaves(state)
+    arrays = jax.tree.leaves(parts.actor.trainable.state_shape)
     yield "checksums", lambda: sums_of_shards.lower(arrays, tuple(array.sharding for array in arrays))
 
 

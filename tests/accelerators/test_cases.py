@@ -28,7 +28,7 @@ COMPILED = {
     "learner/critic.py": 2,
     "learner/update.py": 1,
     "learner/actor.py": 3,
-    "learner/trainable.py": 5,
+    "learner/trainable.py": 6,
     "models/weights.py": 1,
     "models/grouped_products_gpu.py": 2,
     "learner/learner.py": 1,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jaxprs import equations
 
-from dapo_jax.learner.token_logprobs import _in_chunks, chosen_logprobs
+from dapo_jax.learner.token_logprobs import _in_chunks, chosen_logprobs, spread
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 2, 24, 5, 97
 
@@ -64,3 +64,21 @@ def test_any_number_of_axes(shape):
     expected = logits[..., 4] - np.log(np.exp(logits).sum(axis=-1))
     np.testing.assert_allclose(logprobs, expected, rtol=1e-6, atol=1e-6)
     assert normalizer.shape == shape
+
+
+def test_entropy_and_squares_and_their_gradients():
+    logits = np.random.default_rng(2).normal(scale=4, size=(3, 5, 11)).astype(np.float32)
+    logits[0, 0, 3] += 300  # nearly certain
+
+    def formula(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        probabilities = jnp.exp(logprobs)
+        return -jnp.sum(probabilities * logprobs, axis=-1), jnp.sum(probabilities**2, axis=-1)
+
+    def both(function):
+        weights = np.arange(15.0, dtype=np.float32).reshape(3, 5)
+        total = jax.grad(lambda x: sum(jnp.sum(weights * part) for part in function(x)))
+        return *function(logits), total(logits)
+
+    for found, expected in zip(both(jax.jit(spread)), both(formula), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

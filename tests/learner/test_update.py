@@ -34,6 +34,9 @@ def tokens(shares, rows, *, mini=8, budget=0):
 class Recorded:
     """A learner whose state is the list of its gradients, which are the summed weights of a mini-batch."""
 
+    def operands(self, params):
+        return params
+
     def zero_gradients(self, params):
         return 0.0
 

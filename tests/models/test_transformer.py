@@ -1,27 +1,17 @@
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.checkpoints import DATA, NAMES, model, score
+from models.checkpoints import DATA, NAMES, loss, model, score
 
 from dapo_jax.models.layers import layer_weights
 from dapo_jax.models.remat import POLICIES
-from dapo_jax.models.transformer import forward, logits, positions_of
+from dapo_jax.models.transformer import head_table, positions_of, rounded_head
 from dapo_jax.models.weights import cast_matrices
 
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def loss_and_gradient(params, tokens, mask, arch, remat="none"):
-    """Mean negative log-probability of the next token, over all positions."""
-
-    def loss(params):
-        scores = logits(params, forward(params, tokens, positions_of(mask), mask, arch, remat=remat), arch)
-        return -jnp.take_along_axis(jax.nn.log_softmax(scores[:, :-1]), tokens[:, 1:, None], axis=-1).mean()
-
-    return jax.value_and_grad(loss)(params)
+loss_and_gradient = jax.jit(jax.value_and_grad(loss), static_argnums=(3, 4))
 
 
 def small_model(name):
@@ -104,3 +94,22 @@ def test_gradients_through_bfloat16_weights_follow_those_in_float32():
 def test_positions_count_real_tokens():
     mask = np.array([[False, False, True, True], [True, False, True, False], [False] * 4])
     assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+
+
+def test_gradients_of_a_head_that_is_cast_once_add_up_in_float32():
+    table = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    params = {"embedding": table, "layers": {"query": jnp.zeros((1, 1), jnp.bfloat16)}}
+
+    @jax.grad
+    def gradient(params):
+        rounded = rounded_head(params)
+
+        def add(total, scale):
+            return total + jnp.sum(scale * head_table(params, rounded).astype(jnp.float32)), None
+
+        return jax.lax.scan(add, 0.0, jnp.full(1000, 1e-3))[0]
+
+    found = gradient(params)["embedding"]
+    np.testing.assert_array_equal(head_table(params, rounded_head(params)), head_table(params))
+    assert found.dtype == jnp.float32 and rounded_head(params | {"embedding": table.astype(jnp.bfloat16)}) is None
+    np.testing.assert_allclose(found, 1.0, rtol=2e-3)  # a bfloat16 sum stops growing at 0.25

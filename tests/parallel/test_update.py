@@ -39,7 +39,7 @@ from dapo_jax.models import fused_attention, splash, tree_attention
 from dapo_jax.models.attention import XLA
 from dapo_jax.models.fused_attention import on_each_device
 from dapo_jax.models.lora import Lora, adapter_table, merged
-from dapo_jax.models.weights import build_freeze, init_params, weight_table
+from dapo_jax.models.weights import build_freeze, init_params
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
 from dapo_jax.parallel.sharding import batch_sharding, put, shards_left
 
@@ -80,6 +80,22 @@ def compiled_accumulate(actor, state, batch, mesh):
     placed = put(micro_batch(batch.replace(loss_weights=weights)), batch_sharding(mesh))
     gradients = actor.trainable.zero_gradients(state.params)
     return actor.trainable.accumulate.lower(state.params, gradients, placed).compile()
+
+
+def test_weights_cast_once_an_optimizer_step_give_the_same_gradient():
+    batch = batch_of(reference()[0])
+    weights = (batch.mask / batch.mask.sum()).astype(np.float32)
+    with policy_on(dtype=jnp.bfloat16) as (mesh, actor, state):
+        placed = put(micro_batch(batch.replace(loss_weights=weights)), batch_sharding(mesh))
+        functions, operands = actor.trainable, actor.trainable.operands(state.params)
+        assert operands["layers"]["query"].dtype == jnp.bfloat16 and operands["embedding"].dtype == jnp.float32
+        once, each = (
+            functions.accumulate(weights, functions.zero_gradients(state.params), placed)[0]
+            for weights in (operands, state.params)
+        )
+        jax.tree.map(np.testing.assert_array_equal, once, each)
+    with policy_on() as (_, actor, _):
+        assert not actor.trainable.operands.names  # nothing to cast
 
 
 def all_reduced(compiled):
@@ -124,18 +140,7 @@ def test_an_infinite_loss_whose_gradient_is_finite_changes_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.long("clip_cov", "gspo")
-@pytest.mark.parametrize(
-    ("loss", "micro", "shape"),
-    [
-        ("clip_cov", 16, (2, 2, 2)),
-        ("gspo", 6, (1, 1, 1)),
-        ("vanilla", 32, (1, 1, 1)),
-        ("vanilla", 6, (1, 1, 1)),
-        ("vanilla", 16, (2, 2, 2)),
-        ("vanilla", 16, (8, 1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("loss", "micro", "shape"), [("clip_cov", 16, (2, 2, 2)), ("gspo", 6, (1, 1, 1))])
 def test_ratios_of_trained_tokens_are_counted_alike_in_every_piece_and_on_every_mesh(loss, micro, shape):
     batch = batch_of(reference()[0])
     drawn = np.random.default_rng(0).choice([0.3, 0.8, 1.0, 1.28, 1.5, 4.0], batch.mask.shape).astype(np.float32)
@@ -313,14 +318,3 @@ def test_muon_does_not_depend_on_the_mesh_and_its_momentum_is_divided():
     momentum = state.moments[0].inner_states["muon"].inner_state[0].mu["layers"]
     for name in ("query", "output", "gate", "down"):
         assert momentum[name].addressable_shards[0].data.size * 4 == momentum[name].size, name
-
-
-def test_table_of_adapters_covers_inputs_and_outputs():
-    shapes = {weight.path[1]: (weight.shape, weight.hf_shape) for weight in adapter_table(ARCH, LORA)}
-    assert shapes["query_lora_a"] == ((2, 48, 3), (3, 48))
-    assert shapes["query_lora_b"] == ((2, 3, 4, 16), (64, 3))
-    assert shapes["output_lora_a"] == ((2, 4, 16, 3), (3, 64))
-    assert shapes["output_lora_b"] == ((2, 3, 48), (48, 3))
-    names = {weight.hf_name for weight in adapter_table(ARCH, LORA)}
-    assert "base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight" in names
-    assert len(weight_table(ARCH)) == len({weight.path for weight in weight_table(ARCH)})
