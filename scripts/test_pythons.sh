@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 # against reference numbers, one whole run, its checkpoint. The rest follows from these and takes ten minutes.
 SELECTED=(
   tests/test_structure.py tests/config tests/command/test_command_line.py tests/algorithms tests/test_checkpoint.py
-  tests/parallel/test_ahead_of_time.py
+  tests/parallel/test_compilation.py
   tests/test_train.py::test_resume_equals_not_stopping
 )
 NOTEBOOK=tests/notebooks/test_notebooks.py::test_the_first_run_trains_compares_and_exports # as on Colab

@@ -10,10 +10,10 @@ from metrics_page import HISTOGRAMS
 from small_run import small_config
 
 from dapo_jax.config.sections import Config
+from dapo_jax.config.values import flat
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.tensorboard import LAYOUT
 from dapo_jax.training.loop import train
-from dapo_jax.training.summary import options
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_every_evaluation_keeps_the_first_responses_to_the_same_problems(run):
 
 def test_the_table_of_runs_begins_with_the_rate_the_seed_and_held_out_accuracy(run, shown):
     """Its columns are all curves, by name."""
-    found = options(dataclasses.replace(Config(), seed=3))
+    found = flat(dataclasses.replace(Config(), seed=3))
     assert found["seed"] == 3 and len(found) > 200
     assert found["algorithm.filter_groups.stream.slack"] == 1.0
     start = shown["_hparams_/session_start_info"][0].metadata.plugin_data.content

@@ -131,7 +131,7 @@ class Console:
     def _watch(self, seconds: float) -> None:
         """Where no bar shows the work, a line says what is being done if it takes `seconds` more."""
         self._timer.cancel()
-        if self._work and self.shows_stages and not self.has_bar:
+        if self._work and self.shows_stages and self._bar.disable:
             self._timer = threading.Timer(seconds, self._say_what_lasts, (seconds,))
             self._timer.daemon = True
             self._timer.start()
@@ -181,10 +181,6 @@ class Console:
         self._timer.cancel()
         self._bar.close()
         self._open_bar = None
-
-    @property
-    def has_bar(self) -> bool:
-        return not self._bar.disable
 
     def _begin(self) -> None:
         if self._open_bar is not None:

@@ -14,8 +14,6 @@ from dapo_jax.errors import printable
 
 _LOGGER = logging.getLogger("dapo_jax")
 LOG, _DISCARDED = "train.log", "train.discarded.log"
-_FILE = "dapo_jax.file"
-_CONSOLE = "dapo_jax.console"
 
 
 class _Formatter(logging.Formatter):
@@ -74,7 +72,6 @@ def setup_logging(
     Path(workdir).mkdir(parents=True, exist_ok=True)
 
     file = _FileHandler(Path(workdir) / LOG)
-    file.name = _FILE
     file.setFormatter(_Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
 
     _LOGGER.addHandler(file)
@@ -84,7 +81,6 @@ def setup_logging(
 def _add_console(level: int, form: str, also: Collection[str] = ()) -> None:
     console = _ConsoleHandler()
     console.addFilter(lambda record: record.levelno >= level or record.name in also)
-    console.name = _CONSOLE
     console.setFormatter(_Formatter(form))
     _LOGGER.addHandler(console)
     _LOGGER.setLevel(logging.INFO)
@@ -96,7 +92,7 @@ def log_failure(error: BaseException) -> None:
     about = type(error), error, error.__traceback__
     record = _LOGGER.makeRecord(_LOGGER.name, logging.ERROR, "", 0, "the run ends: %s", (error,), about)
     for handler in _LOGGER.handlers:
-        if handler.name == _FILE:
+        if isinstance(handler, _FileHandler):
             with suppress(OSError):  # the disk may be what failed
                 handler.handle(record)
 
@@ -136,7 +132,7 @@ def rewind_log(workdir: str | os.PathLike[str], size: int) -> None:
 def close_logging() -> None:
     """Undoes `setup_logging`: closes its handlers and passes records to the root logger again."""
     for handler in list(_LOGGER.handlers):
-        if handler.name in (_FILE, _CONSOLE):
+        if isinstance(handler, _FileHandler | _ConsoleHandler):
             _LOGGER.removeHandler(handler)
             with suppress(OSError):  # a failure to write has been reported already
                 handler.close()

@@ -27,7 +27,6 @@ class Mirror:
 
     def __init__(self, address: str) -> None:
         self._place, self.folder = place_of(address), copy_of(address, KIND)
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of each file that the bucket has
         self._turn = threading.Lock()
         shutil.rmtree(self.folder, ignore_errors=True)
         for file in _files(self._place):
@@ -35,7 +34,7 @@ class Mirror:
             path.parent.mkdir(parents=True, exist_ok=True)
             file.copy(path)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._sent = self._states()
+        self._sent = self._states()  # size and time of each file that the bucket has
 
     def upload(self, name: str | None = None) -> None:
         """Makes the bucket hold what the folder holds, or only uploads the file called `name`."""

@@ -18,7 +18,7 @@ from dapo_jax.config.values import DEFAULTS, FORMER, from_values
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import recorded_version
 from dapo_jax.monitor.log import LOG
-from dapo_jax.monitor.tensorboard import TensorBoard, event_folder
+from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.monitor.trackers import Tracker, guarded, start_own
 from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
 from dapo_jax.monitor.workdir import run_name
@@ -83,9 +83,7 @@ class RunRecords:
         self._metrics = open(workdir / METRICS, "a", encoding="utf-8")
         first_step = self._last_step + 1
         if "tensorboard" in logger:
-            self._trackers.append(
-                TensorBoard(event_folder(workdir, first_step=first_step), first_step=first_step, given=given)
-            )
+            self._trackers.append(TensorBoard(workdir, first_step=first_step, given=given))
         name = experiment_name or run_name(workdir)
         if "wandb" in logger:
             run = WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step)
@@ -129,9 +127,7 @@ class RunRecords:
         os.fsync(self._metrics.fileno())
         for name in (METRICS, LOG):
             self._upload(name)
-        self._last_step = step
-        for tracker in self._trackers:
-            tracker.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
+        self._track(step, values)
         self._on_step(step, values)
 
     def amend(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
@@ -148,6 +144,9 @@ class RunRecords:
         kinds = {sample["kind"] for sample in known}
         self.write_samples(step, known + [sample for sample in samples if sample["kind"] not in kinds])
         self._upload(METRICS)
+        self._track(step, metrics)
+
+    def _track(self, step: int, metrics: Mapping[str, float]) -> None:
         self._last_step = step
         for tracker in self._trackers:
             tracker.add_scalars(step, {name: value for name, value in metrics.items() if math.isfinite(value)})

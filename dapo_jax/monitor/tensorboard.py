@@ -156,21 +156,6 @@ class TensorBoard:
         self._writer.flush()
 
 
-def event_folder(workdir: Path, *, first_step: int) -> Path:
-    """The folder for a run's events: its workdir, whose name TensorBoard shows. A run that an earlier version started
-    continues in `tensorboard/`, so that its curves stay in one place.
-    """
-    earlier = workdir / "tensorboard"
-    events = list(earlier.glob(EVENTS))
-    if events and first_step > 0:
-        return earlier
-    for path in events:
-        path.unlink()
-    with suppress(OSError):  # it does not exist, or holds other files
-        earlier.rmdir()
-    return workdir
-
-
 def histogram(values: np.ndarray) -> dict[str, Any]:
     """The finite values in 30 equal buckets, as JSON values: `edges` (lowest, highest), `counts`, `moments`."""
     values = values[np.isfinite(values)].astype(np.float64)

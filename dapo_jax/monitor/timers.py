@@ -1,10 +1,10 @@
 """Host: wall-clock seconds of the stages of a step and of the whole run; whether a process keeps the others waiting."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from dapo_jax.monitor.statistics import TRAINING_STAGES
 from dapo_jax.parallel.processes import waited
@@ -14,13 +14,9 @@ COMPARED = {  # between processes: the stages of each part
     "rewards": ("reward", "shape", "filter"),
     "update": ("batch", *TRAINING_STAGES),
 }
+# Names the stage of the step inside a `with` block, for timers and the console.
+Stage = Callable[[str], AbstractContextManager[Any]]
 _LEAST_S = 1.0  # less counts as this: the quotient of short times means nothing
-
-
-class Stage(Protocol):
-    """A context manager that names the stage of the step inside it, for timers and the console."""
-
-    def __call__(self, name: str, /) -> AbstractContextManager[Any]: ...
 
 
 class StageTimers:

@@ -1,12 +1,11 @@
 """Host: what a tracker is, trackers of your own by name, and a guard so that no failure of one stops a run."""
 
-import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from dapo_jax.config.own_functions import load_named
 from dapo_jax.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -64,27 +63,10 @@ class _Guarded:
 
 def own_tracker(name: str) -> Callable[..., Tracker]:
     """The class of a tracker of your own. InputError if there is none."""
-    file, separator, class_name = name.rpartition(":")
-    rule = f"trainer.logger has {name!r}, which must be package.module.Class or FILE.py:Class"
-    if not separator:
-        file, _, class_name = name.rpartition(".")
-    try:
-        module = _run_file(Path(file).expanduser()) if separator else importlib.import_module(file)
-    except (Exception, SystemExit) as error:  # a module can raise anything
-        raise InputError(f"{rule}, but loading it fails with {type(error).__name__}: {error}: correct it") from error
-    found = getattr(module, class_name, None)
+    found = load_named("trainer.logger", name, kind="class")
     if not isinstance(found, type):
-        raise InputError(f"{rule}, but {file} has no class {class_name!r}: correct the name")
+        raise InputError(f"trainer.logger has {name!r}, which is no class: name a class")
     return cast("Callable[..., Tracker]", found)
-
-
-def _run_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"tracker_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def start_own(name: str, workdir: Path, *, project: str, run: str, first_step: int) -> Tracker:

@@ -1,18 +1,46 @@
-"""Host: compiles one program of a step, for devices that may be absent, and measures its memory and costs."""
+"""Host: one program of a step: compiled for devices that may be absent, with its memory and its costs."""
 
+import math
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from dapo_jax.errors import InputError
+from dapo_jax.learner.trainable import HOST
 from dapo_jax.parallel.compilation import compile_ahead
 from dapo_jax.preflight.hlo_costs import Costs, program_costs
-from dapo_jax.preflight.programs import KINDS, Program
 
-TEMPORARIES = "temporaries"
+TEMPORARIES = "temporaries"  # of a call
+# What lies in a device's memory for longer than a call.
+KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")
+PARAMETERS, OPTIMIZER, GRADIENTS, DECODING, CACHE = KINDS
+Lower = Callable[[], jax.stages.Lowered]
+Sizes = Mapping[str, float]  # bytes on one device by kind
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled function of a training step."""
+
+    stage: str
+    name: str
+    calls: float  # in a training step
+    lower: Lower  # sets the mesh that the program runs on
+    inside: Sizes  # arguments and results that outlive the call
+    beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
+    # scores that a kernel of attention computes for a bin and a head; None = those on and below the diagonal.
+    # Of paged attention, all keys that the rows of a device read.
+    pairs: float | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the same program of two steps. Names are of one step: they leave out what is the same in all."""
+        return self.name, self.pairs, *sorted(self.inside.items())
 
 
 @dataclass(frozen=True)
@@ -27,6 +55,17 @@ class Compiled:
     @property
     def total(self) -> float:
         return sum(self.bytes.values())
+
+
+def device_bytes(tree: Any, *, kind: str | None = None) -> float:
+    """Bytes on one device of shapes with shardings; those in the host's memory only if `kind` is HOST."""
+    return float(
+        sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+            if (leaf.sharding.memory_kind == HOST) == (kind == HOST)
+        )
+    )
 
 
 def compile_program(program: Program, mesh: Mesh, cache: str) -> Compiled:

@@ -1,6 +1,7 @@
 """Host: FLOPs, memory traffic and collectives per device of a compiled program, read from its text.
 
-XLA's own `cost_analysis()` counts a loop's body once; here it counts once per iteration. The text is the optimised
+XLA's own `cost_analysis()` counts a loop's body once; here it counts once per iteration. Of a conditional, the branch
+that moves most counts: programs with a branch for limited draws are those of limited draws. The text is the optimised
 program (`compiled.as_text()`): shapes are per device, and the layers are a `while` loop.
 """
 
@@ -58,6 +59,15 @@ class _Total:
     unknown: set[str] = field(default_factory=set)
     channels: set[tuple] = field(default_factory=set)
 
+    def add(self, other: "_Total") -> None:
+        self.flops += other.flops
+        self.bytes += other.bytes
+        for key, (count, sent) in other.collectives.items():
+            self.collectives[key][0] += count
+            self.collectives[key][1] += sent
+        self.unknown |= other.unknown
+        self.channels |= other.channels
+
 
 def program_costs(text: str, hosts: Sequence[int], pairs: float | None = None) -> Costs:
     """The costs of a program.
@@ -100,12 +110,12 @@ class _Counter:
             if op == "fusion":
                 for called in instruction.called("calls"):
                     self.visit(called, times, fused=True)
-            elif op in ("call", "conditional", "async"):
-                called = instruction.called(
-                    "to_apply", "calls", "branch_computations", "true_computation", "false_computation"
-                )
-                for branch in called:
-                    self.visit(branch, times / len(called) if op == "conditional" else times, fused=fused)
+            elif op in ("call", "async"):
+                for called in instruction.called("to_apply", "calls"):
+                    self.visit(called, times, fused=fused)
+            elif op == "conditional":
+                called = instruction.called("branch_computations", "true_computation", "false_computation")
+                self.total.add(max((self._alone(branch, times) for branch in called), key=lambda one: one.bytes))
             elif op in ("dot", "convolution", "custom-call"):
                 flops = product_flops(instruction, self._operands(instruction, name), self.pairs)
                 if flops is None:
@@ -113,6 +123,11 @@ class _Counter:
                 self.total.flops += times * (flops or 0.0)
             if not fused:
                 self.total.bytes += times * self._bytes(instruction, name)
+
+    def _alone(self, branch: str, times: float) -> _Total:
+        total = _Total(channels=set(self.total.channels))
+        _Counter(self.computations, self.hosts, total, self.pairs).visit(branch, times)
+        return total
 
     def _turns(self, loop: Instruction) -> int | None:
         """How often the body runs: XLA's own count, or the bound on a counter that starts at 0; None if unknown."""
@@ -193,41 +208,48 @@ class _Counter:
         return _main(operands) + _main(results) - unread
 
     def _fusion_bytes(self, name: str) -> float:
-        body = self.computations[name]
-        users: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
-        for instruction in body.values():
-            for place, operand in enumerate(instruction.operands):
-                users[operand].append((instruction, place))
+        total = 0.0
+        for instruction in self.computations[name].values():
+            in_main_memory = [shape.in_main_memory for shape in instruction.shapes]
+            if instruction.op == "parameter" and all(in_main_memory):
+                total += self._read(instruction, name)
+            if instruction.is_root and any(in_main_memory):
+                total += self._written(instruction, name)
+        return total
 
-        def read(value: Instruction) -> float:
-            total = 0.0
-            for user, place in users[value.name]:
+    def _read(self, value: Instruction, name: str) -> float:
+        """Bytes that a fusion, of computation `name`, reads of one of its values: slices of it, or all."""
+        total = 0.0
+        for user in self.computations[name].values():
+            for place in [place for place, operand in enumerate(user.operands) if operand == value.name]:
                 if user.op == "bitcast" or user.op == "get-tuple-element":
-                    total += read(user)
+                    total += self._read(user, name)
+                elif user.op == "fusion":
+                    (called,) = user.called("calls")
+                    total += self._read(_parameter(self.computations[called], place), called)
                 elif user.op in ("dynamic-slice", "slice", "gather") and place == 0:
                     total += user.shapes[0].bytes
-                elif user.op in UPDATES and place == 0:
-                    total += 0.0
-                else:
+                elif user.op not in UPDATES or place > 0:
                     return _everything(value)
-            return min(total, _everything(value))
+        return min(total, _everything(value))
 
-        def written(value: Instruction) -> float:
-            if value.op == "tuple":
-                return sum(written(body[operand]) for operand in value.operands if operand in body)
-            if value.op == "bitcast" and value.operands[0] in body:
-                return written(body[value.operands[0]])
-            if value.op in UPDATES:
-                return _everything(body[value.operands[UPDATES[value.op]]]) if _main(value.shapes) else 0.0
-            return _main(value.shapes)
+    def _written(self, value: Instruction, name: str) -> float:
+        """Bytes that a fusion writes of its result: of an update, only the part."""
+        body = self.computations[name]
+        if value.op == "tuple":
+            return sum(self._written(body[operand], name) for operand in value.operands if operand in body)
+        if value.op == "bitcast" and value.operands[0] in body:
+            return self._written(body[value.operands[0]], name)
+        if value.op == "fusion" and _main(value.shapes):
+            (called,) = value.called("calls")
+            return self._written(next(one for one in self.computations[called].values() if one.is_root), called)
+        if value.op in UPDATES:
+            return _everything(body[value.operands[UPDATES[value.op]]]) if _main(value.shapes) else 0.0
+        return _main(value.shapes)
 
-        total = 0.0
-        for instruction in body.values():
-            if instruction.op == "parameter" and all(shape.in_main_memory for shape in instruction.shapes):
-                total += read(instruction)
-            if instruction.is_root and any(shape.in_main_memory for shape in instruction.shapes):
-                total += written(instruction)
-        return total
+
+def _parameter(body: Mapping[str, Instruction], number: int) -> Instruction:
+    return next(one for one in body.values() if one.op == "parameter" and one.operands == [str(number)])
 
 
 def _constant(value: Instruction | None) -> int | None:

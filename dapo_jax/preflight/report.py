@@ -17,29 +17,27 @@ from jax.sharding import Mesh
 
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size
+from dapo_jax.config.files import SHAPES
 from dapo_jax.config.places import place_of
-from dapo_jax.config.recipes import SHAPES
 from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.errors import InputError, say
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
-from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.load import read_model_architecture
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.devices import LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.memory import free_bytes
-from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.slices import libtpu_name
 from dapo_jax.preflight.advice import advise
-from dapo_jax.preflight.compiled import Compiled, compile_program
+from dapo_jax.preflight.compiled import Compiled, Program, compile_program
 from dapo_jax.preflight.hlo_costs import Costs
 from dapo_jax.preflight.lengths import Lengths, all_longest, parse_lengths
-from dapo_jax.preflight.programs import Program, Step, step_programs
+from dapo_jax.preflight.programs import Step, step_programs
 from dapo_jax.run.base_models import read_model
-from dapo_jax.run.meshes import check_memory, make_meshes
+from dapo_jax.run.meshes import make_meshes
 from dapo_jax.run.other_runs import RANDOM, find_trained
-from dapo_jax.run.settings import chosen_attention, compute_dtype
+from dapo_jax.run.passes import chosen_attention, compute_dtype
 
 USABLE = 0.95  # share of a device's memory: the rest goes to the runtime and to gaps between buffers
 PARTS = ("products", "memory", "collectives", "total")  # of an estimated time
@@ -61,8 +59,8 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
             "trainer.rollout_ahead=1 splits the devices, but a preflight compiles for one mesh: set it to 0 and give "
             "the devices that train, or those that sample"
         )
-    arch = read_shape(config)
-    meshes = _meshes(config, arch, topology)
+    arch, axes = read_shape(config), config.mesh
+    meshes = make_meshes(config, arch, devices_of(topology, max(axes.data, 1) * axes.fsdp * axes.tensor))
     mesh = meshes.training
     limits = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name)
     memory = usable_memory(config.trainer.gpu_memory_fraction, mesh, limits)
@@ -134,13 +132,6 @@ def _spread(lengths: np.ndarray) -> dict[str, float]:
     return {"mean": float(lengths.mean()), "median": float(np.median(lengths)), "max": int(lengths.max())}
 
 
-def _meshes(config: Config, arch: Architecture, topology: str) -> Meshes:
-    axes = config.mesh
-    meshes = make_meshes(config, arch, devices_of(topology, max(axes.data, 1) * axes.fsdp * axes.tensor))
-    check_memory(trained(config), config.model, meshes.training)
-    return meshes
-
-
 def _compile_all(programs: Sequence[Program], mesh: Mesh, cache: str, progress: Any) -> list[Compiled]:
     compiled = []
     for number, program in enumerate(programs, start=1):
@@ -168,8 +159,8 @@ def read_shape(config: Config) -> Architecture:
     name = model_name(config.model.path)
     known = SHAPES / Path(name.repository if name else config.model.path).name.removesuffix("-Instruct")
     if known.exists() and not place_of(config.model.path).exists():
-        return read_model_architecture(known)
-    return read_model_architecture(model_at(config.model.path, weights=False))
+        return read_architecture(known)
+    return read_architecture(model_at(config.model.path, weights=False))
 
 
 def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:

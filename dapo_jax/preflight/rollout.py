@@ -1,16 +1,15 @@
 """Host: what the rollout engine compiles and calls in a training step, from shapes alone; on CPUs without copies."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import jax
 import numpy as np
 
 from dapo_jax.data.work import Work, total_work
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import Params
+from dapo_jax.preflight.compiled import CACHE, DECODING, Program, device_bytes
 from dapo_jax.rollout.layout import EngineSettings, Layout, cache_dtype, choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
@@ -22,23 +21,10 @@ CONTINUED = "continued"  # begins the names of what continues responses
 
 
 @dataclass(frozen=True)
-class RoundProgram:
-    """A compiled function of the engine."""
-
-    stage: str  # "prefill" or "decode"
-    name: str
-    calls: float  # per round
-    lower: Callable[[], jax.stages.Lowered]  # call it under `jax.set_mesh`
-    cache: Any  # shapes of the keys and values that are in memory
-    reads_weights: bool = True  # the decoding weights are an argument
-    pairs: float | None = None  # keys that a kernel of attention reads for all rows of a device; None = no kernel
-
-
-@dataclass(frozen=True)
 class RoundPlan:
     """The programs of one generation round."""
 
-    programs: list[RoundProgram]
+    programs: list[Program]  # with the memory that the engine takes
     rows: int  # decoded at once, on all devices
     sizes: Mapping[str, int]  # for a report
     work: Mapping[str, Work]  # computed and needed, by stage
@@ -122,26 +108,29 @@ def _plan(
         sizes["slot_tokens"] = layout.page_length + layout.stretches[-1]
     else:
         sizes |= {"pages": layout.pages * layout.shards, "page_tokens": layout.page_length}
-    return RoundPlan(list(_programs(calls, counted)), sizes["slots"], sizes, work)
+    return RoundPlan(list(_programs(calls, counted, weights)), sizes["slots"], sizes, work)
 
 
-def _programs(calls: Calls, counted: Counting) -> Iterator[RoundProgram]:
-    layout, cache = calls.layout, calls.held().cache
+def _programs(calls: Calls, counted: Counting, weights: Params) -> Iterator[Program]:
+    layout, of_weights = calls.layout, {DECODING: device_bytes(weights)}
+    cache = {CACHE: device_bytes(calls.held().cache)}
+    held = {**cache, **of_weights}
     room = f"{layout.slots} slots" if layout.stretches else f"{layout.slots} slots and {layout.pages} pages"
-    yield RoundProgram("prefill", f"room for {room} a shard", 1, calls.lower_empty, cache, reads_weights=False)
+    yield Program("prefill", f"room for {room} a shard", 1, calls.lower_empty, cache, of_weights)
     for size in {**counted.prefills, layout.prefills[-1]: 0}:
         name = f"prefill {size.at_once} prompts a shard, width {size.width}"
-        yield RoundProgram("prefill", name, counted.prefills[size], lambda size=size: calls.lower_prefill(size), cache)
+        yield Program("prefill", name, counted.prefills[size], lambda size=size: calls.lower_prefill(size), held)
     shapes = counted.decodes if layout.stretches else [layout.first_shape._replace(slots=n) for n in layout.ladder]
     for shape in shapes:
         chunks, pairs = counted.decodes[shape], None
         if layout.stretches:
-            name, held = f"{shape.slots} slots a shard, {shape.stretch} tokens of a response", calls.held(shape).cache
+            name = f"{shape.slots} slots a shard, {shape.stretch} tokens of a response"
+            held = {CACHE: device_bytes(calls.held(shape).cache), **of_weights}
         else:
-            name, held = f"{shape.slots} slots a shard, {layout.pages} pages", cache
+            name = f"{shape.slots} slots a shard, {layout.pages} pages"
             if not counted.gathers:
                 pairs = counted.pages[shape] * layout.page_length / (chunks * layout.shards) if chunks else 0.0
-        yield RoundProgram(
+        yield Program(
             "decode", f"decode {name}", chunks, lambda shape=shape: calls.lower_decode(shape), held, pairs=pairs
         )
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from dapo_jax.data.published import num_test_problems
 from dapo_jax.parallel.devices import GIB
-from dapo_jax.preflight.compiled import TEMPORARIES
-from dapo_jax.preflight.programs import KINDS
+from dapo_jax.preflight.compiled import KINDS, TEMPORARIES
 from dapo_jax.preflight.report import PARTS
 
+AMOUNTS = ("calls", "TFLOP", "GB moved", "GB sent")  # columns
 REACHED = (0.22, 0.27)  # of the bounds, by decoding and by updates of 0.5B and 1.5B (docs/speed.md)
 
 
@@ -18,7 +18,7 @@ def tables(report: Mapping[str, Any]) -> str:
     """A report of `preflight` as markdown."""
     device, assumed, plan, model = (report[key] for key in ("device", "assumed", "plan", "model"))
     stages, axes = report["stages"], _axes(report["mesh"])
-    if report.get("training_mesh", report["mesh"]) != report["mesh"]:  # older reports have one mesh
+    if report["training_mesh"] != report["mesh"]:
         axes += f", in training {_axes(report['training_mesh'])}"
     numerics = f"{model['dtype']}, {model['attention']} attention"
     lines = [
@@ -104,8 +104,6 @@ def _responses_of_evaluation(config: Mapping[str, Any]) -> tuple[int, list[str]]
 def _rollout(plan: Mapping[str, int]) -> str:
     if "slot_tokens" in plan:
         return f"{plan['slots']} slots of {plan['slot_tokens']} tokens"
-    if "waves" in plan:  # an older report
-        return f"{plan['waves']} waves of {plan['rows_of_a_wave']} rows"
     return f"{plan['slots']} slots and {plan['pages']} pages of {plan['page_tokens']} tokens"
 
 
@@ -127,11 +125,14 @@ def _work(stages: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, stage in stages.items():
         times = stage["seconds"] or {}
-        cells = [f"{times[part]:.2f}" if part in times else "-" for part in PARTS]
-        amounts = [f"{stage['flops'] / 1e12:.2f}", f"{stage['moved'] / 1e9:.1f}", f"{stage['sent'] / 1e9:.1f}"]
-        rows.append([name, f"{stage['calls']:g}", *amounts, *cells])
-    head = ["stage", "calls", "TFLOP", "GB moved", "GB sent", "s products", "s memory", "s collectives", "s"]
-    return _table(head, rows)
+        rows.append([name, *_amounts(stage), *(f"{times[part]:.2f}" if part in times else "-" for part in PARTS)])
+    return _table(["stage", *AMOUNTS, "s products", "s memory", "s collectives", "s"], rows)
+
+
+def _amounts(stage: Mapping[str, Any]) -> list[str]:
+    """The cells of AMOUNTS."""
+    amounts = f"{stage['flops'] / 1e12:.2f}", f"{stage['moved'] / 1e9:.1f}", f"{stage['sent'] / 1e9:.1f}"
+    return [f"{stage['calls']:g}", *amounts]
 
 
 def _expected(expected: Mapping[str, Any], longest: Mapping[str, Any]) -> list[str]:
@@ -141,10 +142,8 @@ def _expected(expected: Mapping[str, Any], longest: Mapping[str, Any]) -> list[s
         times, most = stage["seconds"] or {}, longest[name]["seconds"] or {}
         cells = [f"{of['total']:.2f}" if of else "-" for of in (times, most)]
         share = expected["efficiency"].get(name)
-        work = [f"{stage['calls']:g}", f"{stage['flops'] / 1e12:.2f}", f"{stage['moved'] / 1e9:.1f}"]
-        work += [f"{stage['sent'] / 1e9:.1f}", *cells, "-" if share is None else f"{share:.3f}"]
-        rows.append([name, *work])
-    head = ["stage", "calls", "TFLOP", "GB moved", "GB sent", "s", "s, longest case", "needed / computed"]
+        rows.append([name, *_amounts(stage), *cells, "-" if share is None else f"{share:.3f}"])
+    head = ["stage", *AMOUNTS, "s", "s, longest case", "needed / computed"]
     spread = [
         f"{what} of {found['median']:.0f} tokens in the median, {found['mean']:.0f} on average, at most {found['max']}"
         for what, found in (("responses", expected["response_tokens"]), ("prompts", expected["prompt_tokens"]))

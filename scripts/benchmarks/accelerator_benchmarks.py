@@ -12,36 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import benchmark_update
-import contenders
 import numpy as np
 from accelerator_findings import Findings
 from contenders import device_limits, seconds_of
+from random_models import config_json
 
 DTYPE, GROUP, REPEATS = "bfloat16", 8, 3
 SIZES = {"0.5b": "qwen2.5-0.5b", "1.5b": "qwen2.5-1.5b"}
 STAND_INS = {"0.5b": "report-stand-in-0.5b", "1.5b": "report-stand-in-1.5b"}  # for --small
 GIB = 2.0**30
 FORECAST_SLACK = 1.05  # preflight/report.py calls 95 % of a device's memory usable
-contenders.SHAPES |= {
-    name: dict(
-        hidden_size=heads * 16,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        vocab_size=256,
-        tie_word_embeddings=True,
-        model_type="qwen2",
-    )
-    for name, heads in zip(STAND_INS.values(), (4, 6), strict=True)
-}
 
 
 def architecture(shape: str) -> Any:
-    """The architecture of a name in contenders.SHAPES."""
+    """The architecture of a name in random_models.SHAPES."""
     from dapo_jax.models.hf_architecture import architecture_from_hf
 
-    return architecture_from_hf(contenders.config_json(shape))
+    return architecture_from_hf(config_json(shape))
 
 
 def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
@@ -141,7 +128,7 @@ def model_flops(arch: Any, args: argparse.Namespace) -> float:
 
 def attention_of(run: Any) -> str:
     """What computes the attention of a run's training passes."""
-    from dapo_jax.run.settings import chosen_attention
+    from dapo_jax.run.passes import chosen_attention
 
     return chosen_attention(run.config.model, run.config.data, run.arch, run.learner.mesh)[0]
 

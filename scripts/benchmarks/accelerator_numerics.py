@@ -16,40 +16,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import contenders
 import numpy as np
 from accelerator_findings import Findings
 from benchmark_update import open_random_run
 from contenders import seconds_of
-from workload import make_prompts
+from workload import make_prompts, rows_of_responses
 
 LOGPROB_TOLERANCE = 1e-3  # nats, in float32
 K3_LIMITS = {"float32": 1e-6, "bfloat16": 1e-3}  # nats, training pass against sampler: docs/troubleshooting.md
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.03}  # of attention: absolute, and relative to the value
-WIDE = "report-wide"  # the model of "tokens", with heads that all kernels take
-NARROW = "report-narrow"
-contenders.SHAPES |= {
-    WIDE: dict(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=1024,
-        tie_word_embeddings=False,
-        model_type="qwen2",
-    ),
-    NARROW: dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        tie_word_embeddings=False,
-        model_type="qwen2",
-    ),
-}
 
 
 def attention(findings: Findings, folder: Path, *, small: bool) -> None:
@@ -269,7 +244,12 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
 
     rows, prompt, length = (8, 4, 12) if small else (64, 24, 128)
     args = argparse.Namespace(
-        shape=NARROW if small else WIDE, batch=rows, group=1, prompt_length=prompt, lengths=str(length), micro=rows
+        shape="report-narrow" if small else "report-wide",
+        batch=rows,
+        group=1,
+        prompt_length=prompt,
+        lengths=str(length),
+        micro=rows,
     )
     prompts = make_prompts(args)
     options = {
@@ -285,7 +265,9 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
         sampled = np.asarray(rollout.responses)
 
         def trained(responses: np.ndarray) -> np.ndarray:
-            return policy_statistics(run.learner, params, batch_of(run, prompts, responses)).logprobs
+            groups = responses[:, None]  # of one response each
+            batch = rows_of_responses(run, prompts, groups, np.ones(groups.shape, bool), np.zeros(groups.shape))
+            return policy_statistics(run.learner, params, batch).logprobs
 
         of_own = trained(sampled)
         return {
@@ -294,28 +276,6 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
             "of own": of_own,
             "trained": of_own if given is None else trained(given),
         }
-
-
-def batch_of(run: Any, prompts: list[list[int]], responses: np.ndarray) -> Any:
-    """Whole responses [B, R], one to each prompt, as rows of the learner."""
-    from dapo_jax.data.experience import Experience
-    from dapo_jax.learner.batch import rows_of
-
-    count, length = responses.shape
-    experience = Experience(
-        numbers=np.arange(count),
-        rows=np.arange(count),
-        prompts=prompts,
-        responses=responses.astype(np.int32).reshape(count, 1, length),
-        mask=np.ones((count, 1, length), bool),
-        logprobs=np.zeros((count, 1, length), np.float32),
-        finished=np.ones((count, 1), bool),
-        texts=[],
-        scores={},
-        versions=np.zeros(count, np.int64),
-        failed=np.zeros((count, 1), bool),
-    )
-    return rows_of(experience, num_groups=count, pad_id=run.sampler.tokenizer.pad_id)
 
 
 def known_params(run: Any) -> Any:

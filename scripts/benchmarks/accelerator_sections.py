@@ -9,7 +9,6 @@ it computes correctly, and accelerator_rollouts.py and accelerator_benchmarks.py
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 import shutil
@@ -27,6 +26,7 @@ import contenders
 import numpy as np
 from accelerator_findings import Findings
 from accelerator_numerics import K3_LIMITS
+from random_models import config_json
 
 ROOT = Path(__file__).parents[2]
 GIB = 2.0**30
@@ -45,8 +45,7 @@ def environment(findings: Findings, folder: Path, *, small: bool) -> None:
     devices = jax.devices()
     first, found = devices[0], described()
     findings.keep(platform=first.platform, count=len(devices), **found)
-    plugins = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-    versions = found["versions"] | {name: text for name in plugins if (text := version_of(name))}
+    versions = found["versions"] | contenders.versions(("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"))
     versions |= {"the platform": first.client.platform_version, "commit": commit(), "NVIDIA driver": nvidia_driver()}
     for name, text in versions.items():
         if text:
@@ -72,24 +71,16 @@ def show_choices(findings: Findings) -> None:
     from dapo_jax.config.sections import Config
     from dapo_jax.models.hf_architecture import architecture_from_hf
     from dapo_jax.parallel.mesh import make_mesh
-    from dapo_jax.run.settings import chosen_attention, compute_dtype
+    from dapo_jax.run.passes import chosen_attention, compute_dtype
 
     mesh, config = make_mesh(-1, 1, 1), Config()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="auto", attention="fused"))
     kernel, reason = chosen_attention(
-        config.model, config.data, architecture_from_hf(contenders.config_json("qwen2.5-0.5b")), mesh
+        config.model, config.data, architecture_from_hf(config_json("qwen2.5-0.5b")), mesh
     )
     dtype = compute_dtype(config.model, mesh).name
     for option, chosen, why in (("model.dtype=auto", dtype, ""), ("model.attention=fused", kernel, reason)):
         findings.row("What dapo_jax chooses", option=option, value=chosen, reason=why or None)
-
-
-def version_of(package: str) -> str:
-    """Version of an installed package, '' if it is not."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def commit() -> str:

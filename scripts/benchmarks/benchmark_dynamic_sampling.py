@@ -33,7 +33,7 @@ import jax
 
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.config.sections import Config
-from dapo_jax.dynamic_sampling.accumulation import Accepted
+from dapo_jax.dynamic_sampling.accepted import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import StreamState
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.run.parts import Run, open_run

@@ -29,11 +29,7 @@ from typing import Any
 
 import numpy as np
 from contenders import (
-    SHAPES,
-    Integers,
-    config_json,
     device_limits,
-    forward_products,
     jax_peak,
     make_parser,
     max_rss,
@@ -41,9 +37,9 @@ from contenders import (
     serve,
     start_contenders,
     take_turns,
-    tunix_llama,
     write_output,
 )
+from random_models import SHAPES, Integers, config_json, forward_products, tunix_llama
 from workload import LENGTHS, as_numbers, as_text, make_prompts, response_lengths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share

@@ -45,9 +45,7 @@ from typing import Any
 
 import numpy as np
 from contenders import (
-    config_json,
     device_limits,
-    forward_products,
     jax_peak,
     make_parser,
     seconds_of,
@@ -57,7 +55,17 @@ from contenders import (
     write_output,
 )
 from peer_trainers import LEARNING_RATE, MANY, TRL, Tunix, integer_tokenizer
-from workload import LENGTHS, as_numbers, as_text, make_lengths, make_prompts, make_responses, num_tokens
+from random_models import config_json, forward_products
+from workload import (
+    LENGTHS,
+    as_numbers,
+    as_text,
+    make_lengths,
+    make_prompts,
+    make_responses,
+    num_tokens,
+    rows_of_responses,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -75,7 +83,7 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     from dapo_jax.data.rows import PromptRow
     from dapo_jax.data.tokenizer import Tokenizer
     from dapo_jax.models.hf_architecture import architecture_from_hf
-    from dapo_jax.parallel.mesh import make_mesh
+    from dapo_jax.parallel.mesh import Meshes, make_mesh
     from dapo_jax.parallel.stopping import Pace
     from dapo_jax.run.networks import build_learner
     from dapo_jax.run.parts import Run, build_held_out, open_monitor, open_rewards, open_sampler
@@ -118,7 +126,7 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     monitor = stack.enter_context(open_monitor(config, initial_step=0))
     rewards = stack.enter_context(open_rewards(config, problems, tokenizer, mesh, monitor))
     sampler = stack.enter_context(open_sampler(config, arch, tokenizer, mesh, monitor))
-    learner = build_learner(config, arch, sampler, mesh, monitor, Pace(lambda: None))
+    learner = build_learner(config, arch, tokenizer, Meshes(mesh, mesh), monitor, Pace(lambda: None))
     held_out = build_held_out(config, problems, sampler, rewards, monitor)
     return Run(config, arch, problems, sampler, rewards, learner, held_out, monitor)
 
@@ -143,7 +151,7 @@ class Ours:
 
         self.batch = self.batch or self._make_batch()
         learner = self.run.learner
-        rates = learning_rates(self.run.config, MANY // 2)
+        rates = learning_rates(self.run.learner.batching.trained, self.run.config.trainer, MANY // 2)
         start = time.perf_counter()
         self.models, finish = update(learner, self.models, self.batch, rates)
         finish()
@@ -153,31 +161,13 @@ class Ours:
     def _make_batch(self) -> Any:
         import dataclasses
 
-        from dapo_jax.data.experience import Experience
-        from dapo_jax.learner.batch import rows_of
-
-        groups, size, lengths = self.args.batch // self.args.group, self.args.group, make_lengths(self.args)
+        lengths, prompts = make_lengths(self.args), self.run.problems.train_set.tokens
         mask = np.arange(lengths.max()) < lengths[:, None]
         responses = np.zeros(mask.shape, np.int32)
         responses[mask] = np.concatenate(make_responses(self.args))
-
-        def grouped(array: np.ndarray) -> np.ndarray:
-            return array.reshape(groups, size, -1)
-
-        experience = Experience(
-            numbers=np.arange(groups),
-            rows=np.arange(groups),
-            prompts=self.run.problems.train_set.tokens,
-            responses=grouped(responses),
-            mask=grouped(mask),
-            finished=np.ones((groups, size), bool),
-            texts=[],
-            scores={},
-            logprobs=grouped(np.where(mask, -math.log(self.run.arch.vocab_size), 0.0).astype(np.float32)),
-            versions=np.zeros(groups, np.int64),
-            failed=np.zeros((groups, size), bool),
-        )
-        batch = rows_of(experience, num_groups=groups, pad_id=self.run.sampler.tokenizer.pad_id)
+        logprobs = np.where(mask, -math.log(self.run.arch.vocab_size), 0.0)
+        grouped = (array.reshape(len(prompts), self.args.group, -1) for array in (responses, mask, logprobs))
+        batch = rows_of_responses(self.run, prompts, *grouped)
         advantages = np.random.default_rng(6).normal(size=(len(batch.mask), 1)) * batch.mask
         return dataclasses.replace(batch, advantages=advantages.astype(np.float32))
 

@@ -24,149 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from random_models import SHAPES
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": dict(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        tie_word_embeddings=True,
-        model_type="llama",
-    ),
-    "qwen2.5-0.5b": dict(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        model_type="qwen2",
-    ),
-    "qwen2.5-1.5b": dict(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        model_type="qwen2",
-    ),
-    "qwen2.5-7b": dict(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152064,
-        tie_word_embeddings=False,
-        model_type="qwen2",
-    ),
-    "tiny": dict(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        tie_word_embeddings=True,
-        model_type="llama",
-    ),
-}
-MOST_POSITIONS = 8192  # tokens of a prompt and its response
 PACKAGES = ("jax", "jaxlib", "torch", "transformers", "trl", "google-tunix")
-
-
-def config_json(shape: str) -> dict[str, Any]:
-    """config.json of a random model of this shape."""
-    model_type = SHAPES[shape]["model_type"]
-    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[model_type]
-    return {
-        **SHAPES[shape],
-        "architectures": [architecture],
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "hidden_act": "silu",
-        "max_position_embeddings": MOST_POSITIONS,
-        "initializer_range": 0.02,
-    }
-
-
-def forward_products(params: Any, x: Any, head_rows: int) -> Any:
-    """Only the matrix products of a forward pass: of x [rows, D] in all layers, of its first rows in the head.
-
-    Args:
-        params: decoding weights, layers in a list.
-    """
-    import jax.numpy as jnp
-
-    from dapo_jax.models.attention import matmul
-
-    for layer in params["layers"]:
-        query = matmul("bd,dnh->bnh", x, layer["query"])
-        key, value = matmul("bd,dkh->bkh", x, layer["key"]), matmul("bd,dkh->bkh", x, layer["value"])
-        x = matmul("bnh,nhd->bd", query, layer["output"]) + jnp.mean(key) + jnp.mean(value)
-        x = matmul(
-            "bf,fd->bd", matmul("bd,df->bf", x, layer["gate"]) + matmul("bd,df->bf", x, layer["up"]), layer["down"]
-        )
-    head = params["head"] if "head" in params else params["embedding"]
-    return jnp.max(matmul("bd,vd->bv", x[:head_rows], head), axis=-1) + jnp.mean(x)
-
-
-def tunix_llama(shape: dict[str, Any], dtype: str) -> Any:
-    """Tunix' Llama of this shape with random weights."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-    from tunix.models.llama3 import model as llama  # pyright: ignore[reportMissingImports]
-
-    model = llama.Llama3(
-        llama.ModelConfig(
-            num_layers=shape["num_hidden_layers"],
-            vocab_size=shape["vocab_size"],
-            embed_dim=shape["hidden_size"],
-            hidden_dim=shape["intermediate_size"],
-            num_heads=shape["num_attention_heads"],
-            head_dim=shape["hidden_size"] // shape["num_attention_heads"],
-            num_kv_heads=shape["num_key_value_heads"],
-            rope_theta=100000,
-            norm_eps=1e-5,
-            weight_tying=True,
-        ),
-        rngs=nnx.Rngs(0),
-    )
-    rng = np.random.default_rng(0)  # its own initial feed-forward layers are zero
-    nnx.update(
-        model,
-        jax.tree.map(
-            lambda x: jnp.asarray(rng.normal(0, 0.02, x.shape), dtype) if x.ndim >= 2 else x, nnx.state(model)
-        ),
-    )
-    return model
-
-
-class Integers:
-    """A tokenizer whose text is the token ids, for Tunix."""
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        return " ".join(str(int(i)) for i in ids)
-
-    def bos_id(self) -> int:
-        return 0  # none is added
-
-    def eos_id(self) -> int:
-        return 1
-
-    def pad_id(self) -> int:
-        return 0
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
@@ -196,10 +56,10 @@ def max_rss() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that matter and are installed, and of Python."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of those of the packages that are installed, and of Python."""
     found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from contenders import SHAPES, Integers, Turns, config_json, jax_peak, max_rss, tunix_llama
+from contenders import Turns, jax_peak, max_rss
+from random_models import SHAPES, Integers, config_json, tunix_llama
 from workload import as_text, make_lengths, make_prompts, make_responses, num_tokens
 
 LEARNING_RATE = 1e-6

@@ -19,16 +19,15 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dapo_jax.command.command_line import refusals
-from dapo_jax.monitor.records import RunRecords
-from dapo_jax.training import loop as train
+from dapo_jax.command.command_line import read_config, refusals
+from dapo_jax.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (  # the policy stays as it is, so that the filter keeps as many groups at the end as at the beginning
@@ -50,27 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default=str(ROOT / "configs" / "tiny.py"))
     given, options = parser.parse_known_args(arguments)
     seen: list[dict[str, float]] = []
-    written = RunRecords.write
-
-    def write(self: RunRecords, step: int, metrics: Mapping[str, Any]) -> None:
-        written(self, step, metrics)
-        seen.append(in_use())
-
-    RunRecords.write = write
     with tempfile.TemporaryDirectory() as workdir:
-        sys.argv = [
-            "train",
-            f"--config={given.config}",
-            f"--config.workdir={workdir}",
-            f"--config.trainer.total_training_steps={given.steps}",
-            *SETTINGS,
-            *options,
-        ]
-        try:
-            train.main()
-        except SystemExit as end:
-            if end.code:
-                raise
+        of_run = [f"--config.workdir={workdir}", f"--config.trainer.total_training_steps={given.steps}"]
+        config = read_config(["train", f"--config={given.config}", *of_run, *SETTINGS, *options])
+        train(config, on_step=lambda step, metrics: seen.append(in_use()))
     figures, grown = compare(seen)
     print(json.dumps(figures, indent=2))
     print(f"grown after {given.steps} steps: {', '.join(grown) or 'nothing'}")

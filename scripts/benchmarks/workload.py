@@ -3,9 +3,10 @@
 import argparse
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from contenders import MOST_POSITIONS, SHAPES
+from random_models import MOST_POSITIONS, SHAPES
 
 LENGTHS = (
     "tokens of each response: a number; or a distribution, like the preflight's --lengths: "
@@ -41,6 +42,28 @@ def response_lengths(text: str, args: argparse.Namespace) -> np.ndarray:
 
     longest = DataConfig(max_prompt_length=args.prompt_length, max_response_length=MOST_POSITIONS - args.prompt_length)
     return parse_lengths(text, longest).sample(args.batch // args.group, args.group)[0].ravel()
+
+
+def rows_of_responses(run: Any, prompts: list[list[int]], responses: Any, mask: Any, logprobs: Any) -> Any:
+    """Whole responses to each prompt, [Q, G, R], as rows of the learner."""
+    from dapo_jax.data.experience import Experience
+    from dapo_jax.learner.batch import rows_of
+
+    count, samples, _ = mask.shape
+    experience = Experience(
+        numbers=np.arange(count),
+        rows=np.arange(count),
+        prompts=prompts,
+        responses=responses.astype(np.int32),
+        mask=mask,
+        logprobs=logprobs.astype(np.float32),
+        finished=np.ones((count, samples), bool),
+        texts=[],
+        scores={},
+        versions=np.zeros(count, np.int64),
+        failed=np.zeros((count, samples), bool),
+    )
+    return rows_of(experience, num_groups=count, pad_id=run.sampler.tokenizer.pad_id)
 
 
 def make_lengths(args: argparse.Namespace) -> np.ndarray:

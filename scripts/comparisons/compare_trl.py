@@ -36,11 +36,9 @@ from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mar
 from run_ablation import command_of, command_options, folder_of, train
 
 from dapo_jax.command.command_line import read_config, refusals
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.monitor.environment import host
-from dapo_jax.run.settings import learning_rate_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
-
+from dapo_jax.run.settings import learning_rates
 from dapo_jax.tools.plot import empty_figure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +121,7 @@ def settings_of(config: Any, seed: int) -> dict[str, Any]:
         "mask_truncated": config.algorithm.overlong_filtering,
         "clip_low": actor.clip_ratio_low,
         "clip_high": actor.clip_ratio_high,
-        "learning_rates": [learning_rate_of(config, "actor", 1 + done) for done in range(steps)],
+        "learning_rates": [learning_rates(trained(config), config.trainer, 1 + done)["actor"] for done in range(steps)],
         "betas": list(optim.betas),
         "weight_decay": optim.weight_decay,
         "grad_clip": actor.grad_clip,

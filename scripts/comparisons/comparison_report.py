@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for wh
 from markdown_table import markdown_table
 
 from dapo_jax.tools.plot import AXES, empty_figure, points
+from dapo_jax.tools.report.numbers import mean, total
 from dapo_jax.tools.report.seeds import paired, spread, with_interval
 
 INTERVAL_SEEDS = 5  # with fewer, the interval is wide and says little
@@ -183,27 +184,24 @@ def measures(runs: Sequence[Run]) -> dict[str, dict[int, dict[str, float]]]:
     for run in runs:
         by_step, by_token = points(run.rows, None, "steps"), points(run.rows, None, "tokens")
         end, answers = run.rows[-max(len(run.rows) // 4, 1) :], last_answers(run.rows)
-        found.setdefault(run.arm, {})[run.seed] = {
+        measured = {
             "before": by_step[1][0],
             "after": by_step[1][-1],
             "equal steps": float(np.interp(steps, *by_step)),
             "equal tokens": float(np.interp(tokens, *by_token)),
             "tokens": total(run.rows, "dynamic_sampling/generated_tokens"),
-            "length": answers.get("response_length/mean", np.nan),
-            "cut off": answers.get("response_length/clip_ratio", np.nan),
+            "length": answers.get("response_length/mean"),
+            "cut off": answers.get("response_length/clip_ratio"),
             "trained length": mean(run.rows, "response_length/mean"),
             "trained cut off": mean(run.rows, "response_length/clip_ratio"),
-            "clipped": run.means.get("actor/pg_clipfrac", np.nan),
+            "clipped": run.means.get("actor/pg_clipfrac"),
             "entropy": mean(end, "actor/entropy"),
             "uniform": mean(end, "dynamic_sampling/uniform_share"),
-            "mismatch": run.means.get("rollout_corr/logprob_abs_diff", np.nan),
+            "mismatch": run.means.get("rollout_corr/logprob_abs_diff"),
         }
+        measured = {name: np.nan if value is None else value for name, value in measured.items()}
+        found.setdefault(run.arm, {})[run.seed] = measured
     return found
-
-
-def total(rows: Sequence[Row], metric: str) -> float:
-    """Sum over the steps."""
-    return sum(row.get(metric, 0.0) for row in rows)
 
 
 def last_answers(rows: Sequence[Row]) -> Row:
@@ -214,12 +212,6 @@ def last_answers(rows: Sequence[Row]) -> Row:
     return {
         metric: float(np.mean([value for name, value in last.items() if name.endswith(metric)])) for metric in metrics
     }
-
-
-def mean(rows: Sequence[Row], metric: str) -> float:
-    """Over the steps that have the metric; nan without any."""
-    found = [row[metric] for row in rows if metric in row]
-    return float(np.mean(found)) if found else np.nan
 
 
 def draw(name: str, runs: Sequence[Run], panels: Sequence[tuple[str, str | None, str]], path: Path) -> None:

@@ -32,11 +32,8 @@ from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mar
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.config.values import default_config, freeze
 from dapo_jax.monitor.records import flatten, read_metrics
-from dapo_jax.tools.sweep import run_training
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
-
 from dapo_jax.tools.plot import empty_figure, points
+from dapo_jax.tools.sweep import run_training
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, DataConfig, ReasoningGymConfig
 from dapo_jax.config.values import default_config, freeze
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
@@ -123,9 +123,7 @@ def spelling_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration
 
 
 def _spelling_rows(seed: int, num_heldout: int, num_train: int = 0) -> tuple[list[PromptRow], list[PromptRow]]:
-    return reasoning_gym_rows(
-        [SPELLING], num_train=num_train, num_heldout=num_heldout, seed=seed, template="{question}"
-    )
+    return reasoning_gym_rows(ReasoningGymConfig((SPELLING,), num_train, num_heldout, template="{question}"), seed)
 
 
 def _spelled(answer: str, dice: np.random.Generator) -> str:
@@ -150,7 +148,7 @@ def batches(tokenizer: Tokenizer, size: int, seed: int) -> Iterator[tuple[np.nda
     while True:
         texts = []
         for messages, response in itertools.islice(map(next, kinds), 4 * size):
-            prompt = tokenizer.encode_prompt(tuple(messages), system_prompt=None, chat_template_kwargs={})
+            prompt = tokenizer.encode_prompts([tuple(messages)], DataConfig())[0]
             whole = [*prompt, *tokenizer.encode(response), tokenizer.eos_ids[0]]
             texts.append((len(prompt), whole[: PROMPT_LENGTH + RESPONSE_LENGTH]))
         texts.sort(key=lambda text: len(text[1]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from dapo_jax.rewards.arithmetic import score
+from dapo_jax.rewards.numerals import arithmetic
 
 
 def rows_of(files: Sequence[str]) -> list[dict[str, Any]]:
@@ -18,7 +18,7 @@ def rows_of(files: Sequence[str]) -> list[dict[str, Any]]:
 
 def is_right(completion: str, ground_truth: str) -> float:
     """The reward of data source "arithmetic", by the same function."""
-    return score("arithmetic", completion, ground_truth, {})["score"]
+    return arithmetic("arithmetic", completion, ground_truth, {})["score"]
 
 
 def length_of(tokens: Sequence[int], eos: int, most: int) -> int:

@@ -54,7 +54,7 @@ def test_console_shows_once_warnings_and_with_detailed_everything_and_all_of_a_n
     assert (captured.err, captured.out) == (shown, "")
 
 
-def test_second_setup_replaces_its_own_handlers_and_appends(tmp_path):
+def test_second_setup_replaces_its_own_handlers_and_appends_until_closing_frees_the_logger(tmp_path, caplog):
     package = logging.getLogger("dapo_jax")
     foreign = logging.NullHandler()
     package.addHandler(foreign)
@@ -69,11 +69,6 @@ def test_second_setup_replaces_its_own_handlers_and_appends(tmp_path):
     finally:
         package.removeHandler(foreign)
     assert messages(tmp_path / "train.log") == ["a", "b"] and messages(tmp_path / "other" / "train.log") == ["c"]
-
-
-def test_after_closing_records_go_to_the_root_logger_again(tmp_path, caplog):
-    setup_logging(tmp_path, detailed=False)
-    close_logging()
     with caplog.at_level(logging.INFO, logger="dapo_jax"):
         LOGGER.info("free")
     assert caplog.messages == ["free"]

@@ -14,7 +14,6 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import RunRecords, config_differences, read_config, read_metrics, write_config
-from dapo_jax.monitor.tensorboard import EVENTS
 
 
 def write_run(workdir, steps, *, resume_step=None):
@@ -132,26 +131,6 @@ def test_resuming_drops_later_rows_and_samples_at_once_and_a_new_run_all(tmp_pat
         assert files == [f"step_{step:06d}.jsonl" for step in kept]
         assert {step for step, _, _ in shown_values(tmp_path)} == set(kept)
         assert f"dropped {dropped} on" in caplog.text
-
-
-def test_starts_within_one_second_do_not_overwrite_each_others_events(tmp_path):
-    for step in range(1, 4):
-        write_run(tmp_path, [step], resume_step=step - 1)
-    assert len(list(tmp_path.glob(EVENTS))) == 3
-    assert [step for step, tag, _ in shown_values(tmp_path) if tag == "actor/pg_loss"] == [1, 2, 3]
-
-
-def test_a_run_of_an_earlier_version_stays_one_run(tmp_path):
-    """It wrote its events to `tensorboard/`: going on elsewhere would make two runs of it in TensorBoard."""
-    write_run(tmp_path, range(3))
-    earlier = tmp_path / "tensorboard"
-    earlier.mkdir()
-    for path in tmp_path.glob(EVENTS):
-        path.rename(earlier / path.name)
-    write_run(tmp_path, [3], resume_step=2)
-    assert not list(tmp_path.glob(EVENTS)) and len(list(earlier.glob(EVENTS))) == 2
-    write_run(tmp_path, range(2))  # the run begins again
-    assert len(list(tmp_path.glob(EVENTS))) == 1 and not earlier.exists()
 
 
 def test_rows_that_are_missing_on_resume_are_reported(tmp_path, caplog):

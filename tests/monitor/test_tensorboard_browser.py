@@ -15,9 +15,9 @@ from ports import free_port
 from waiting import wait_until
 
 from dapo_jax.config.sections import Config
+from dapo_jax.config.values import flat
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import LAYOUT, MAIN_CURVES, histogram
-from dapo_jax.training.summary import options
 
 pytest.importorskip("tensorboard")
 pytestmark = BROWSER
@@ -38,7 +38,7 @@ def write(workdir, rate, first, end, *, resume_step=None):
     config = dataclasses.replace(Config(), workdir=str(workdir))
     actor = dataclasses.replace(config.actor, optim=dataclasses.replace(config.actor.optim, lr=rate))
     with RunRecords(workdir, resume_step=resume_step) as records:
-        records.describe(options(dataclasses.replace(config, actor=actor)), [EVAL])
+        records.describe(flat(dataclasses.replace(config, actor=actor)), [EVAL])
         for step in range(first, end):
             records.write(step, dict.fromkeys([*METRICS, EVAL] if step % 5 == 0 else METRICS, 0.01 * step))
             records.write_histograms(step, {"critic/advantages": histogram(np.random.default_rng(0).normal(size=200))})

@@ -132,15 +132,17 @@ def test_a_failure_is_warned_of_once_and_ends_no_run(tracker, tmp_path, mlflow, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("absent.py:MLflow", "loading it fails with FileNotFoundError"),
-        ("tracker.py:Mlflow", "has no class 'Mlflow': correct the name"),
-        ("tracker.py:mlflow", "has no class 'mlflow': correct the name"),
+        ("absent.py:MLflow", "the file .*absent.py does not exist: correct the path"),
+        ("tracker.py:Mlflow", "has no class 'Mlflow' .*correct the path"),
+        ("tracker.py:LABEL", "is no class: name a class"),
         ("starts_not.py:Tracker", "which does not start .TypeError: .*leave it out"),
     ],
 )
 def test_one_that_does_not_start_is_wrong_input(name, message, tmp_path):
     (tmp_path / "starts_not.py").write_text("class Tracker: pass")
-    with pytest.raises(InputError, match=f"trainer.logger has .*{message}"):
+    with (tmp_path / "tracker.py").open("a") as file:
+        file.write("def LABEL(): ...")
+    with pytest.raises(InputError, match=f"trainer.logger.*{message}"):
         write(tmp_path, [0], **own(tmp_path, name))
 
 

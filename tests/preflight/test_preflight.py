@@ -24,9 +24,9 @@ from dapo_jax.preflight import report
 from dapo_jax.preflight import tables as tables_module
 from dapo_jax.preflight.__main__ import main
 from dapo_jax.preflight.advice import advise
-from dapo_jax.preflight.compiled import Compiled, refused
+from dapo_jax.preflight.compiled import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Compiled, Program, refused
 from dapo_jax.preflight.hlo_costs import Collective, Costs
-from dapo_jax.preflight.programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Program, Step
+from dapo_jax.preflight.programs import Step
 from dapo_jax.preflight.report import preflight, read_shape, seconds, totals, usable_memory
 from dapo_jax.preflight.tables import tables
 
@@ -160,22 +160,14 @@ def absent(kind, platform):
     return cast(Mesh, SimpleNamespace(devices=np.array([[[device]]])))
 
 
-def test_of_a_gpu_only_the_share_that_jax_takes_is_usable():
-    config = small_config("unused", **{"trainer.gpu_memory_fraction": 0.5})
-    assert usable_memory(config.trainer.gpu_memory_fraction, absent("NVIDIA H100 80GB HBM3", "gpu"), LIMIT) == 5 * GIB
-    assert usable_memory(config.trainer.gpu_memory_fraction, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
-    with pytest.raises(ValueError, match="the memory of TPU v1 is unknown: choose one of TPU v4, .*H100"):
-        usable_memory(
-            config.trainer.gpu_memory_fraction,
-            absent("TPU v1", "tpu"),
-            limits_of(SimpleNamespace(device_kind="TPU v1")),
-        )
-
-
-def test_a_device_that_is_here_is_asked_for_its_memory(monkeypatch):
+def test_the_usable_memory_is_what_is_free_here_and_the_share_that_jax_takes_of_an_absent_gpu(monkeypatch):
     mesh = make_mesh(8, 1, 1)
     monkeypatch.setattr(report, "free_bytes", {mesh: 3.0 * GIB}.get)
-    assert usable_memory(0.9, mesh, LIMIT) == 3 * GIB
+    assert usable_memory(0.5, mesh, LIMIT) == 3 * GIB
+    assert usable_memory(0.5, absent("NVIDIA H100 80GB HBM3", "gpu"), LIMIT) == 5 * GIB
+    assert usable_memory(0.5, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
+    with pytest.raises(ValueError, match="the memory of TPU v1 is unknown: choose one of TPU v4, .*H100"):
+        usable_memory(0.5, absent("TPU v1", "tpu"), limits_of(SimpleNamespace(device_kind="TPU v1")))
 
 
 LIMIT = Limits("device", 10 * GIB, 100.0, 10.0, 1.0)

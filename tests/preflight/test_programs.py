@@ -10,8 +10,9 @@ from dapo_jax.models.flops import token_flops
 from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.preflight import rollout
+from dapo_jax.preflight.compiled import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
-from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
+from dapo_jax.preflight.programs import step_programs
 from dapo_jax.preflight.step_batch import StepBatch
 from dapo_jax.rollout import programs
 from dapo_jax.rollout.programs import Calls

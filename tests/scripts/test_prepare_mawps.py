@@ -69,3 +69,14 @@ def test_a_share_that_leaves_a_split_empty_is_refused(tmp_path, capsys, share, m
     with pytest.raises(SystemExit) as ended:
         prepare(FILE, "--heldout-share", share, "--output", tmp_path / "out")
     assert ended.value.code == 2 and message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_is_whole(tmp_path, monkeypatch):
+    def full(table, file):
+        file.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.parquet.write_table", full)
+    with pytest.raises(SystemExit):
+        prepare(FILE, "--output", tmp_path)
+    assert not list(tmp_path.iterdir())

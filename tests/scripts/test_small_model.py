@@ -1,5 +1,6 @@
 """The demonstrations that the small model of the comparisons learns from, and the model as a run reads it."""
 
+import dataclasses
 import itertools
 import re
 import sys
@@ -11,10 +12,11 @@ import pytest
 import small_model
 
 from dapo_jax.command.command_line import read_config
+from dapo_jax.config.sections import DataConfig
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.data.worked_sums import sums
-from dapo_jax.models.load import read_model_architecture
+from dapo_jax.models.hf_architecture import read_architecture
 
 RECIPE = f"--config={Path(__file__).parents[2] / 'configs/sums.py'}"
 
@@ -36,9 +38,7 @@ def test_no_demonstration_is_of_a_word_that_a_run_holds_out():
     asked = {messages[-1]["content"] for messages, _ in drawn}
     assert len(asked) > 1000
     for seed in range(5):
-        _, heldout = reasoning_gym_rows(
-            gym.datasets, num_train=1, num_heldout=gym.num_heldout, seed=seed, template=gym.template
-        )
+        _, heldout = reasoning_gym_rows(dataclasses.replace(gym, num_train=1), seed)
         assert not asked & {row.prompt[-1]["content"] for row in heldout}
 
 
@@ -48,8 +48,8 @@ def test_a_run_asks_as_the_demonstrations_do_and_knows_all_their_tokens():
     tokenizer, message = small_model.small_tokenizer(), {"role": "user", "content": "8 + 5 = ?"}
     config = read_config(["train", RECIPE])
     assert config.data.system_prompt is not None
-    asked = tokenizer.encode_prompt((message,), system_prompt=config.data.system_prompt, chat_template_kwargs={})
-    assert asked == tokenizer.encode_prompt((message,), system_prompt=None, chat_template_kwargs={})
+    asked = tokenizer.encode_prompts([(message,)], config.data)
+    assert asked == tokenizer.encode_prompts([(message,)], DataConfig())
     check_tokens(tokenizer)
 
 
@@ -69,5 +69,5 @@ def test_the_model_is_read_with_its_tokens(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["small_model", f"--output={output}", "--steps=2", "--batch-size=4"])
     small_model.main()
     assert f"the model is in {output}" in capsys.readouterr().out
-    assert read_model_architecture(output) == small_model.architecture()
+    assert read_architecture(output) == small_model.architecture()
     check_tokens(load_tokenizer(output))
