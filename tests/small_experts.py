@@ -11,7 +11,8 @@ from small_policy import engine_settings
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.decode_weights import unstack_layers
-from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.hf_architecture import read_architecture
+from dapo_jax.models.load import load_params
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import prefill
 from dapo_jax.parallel.sharding import replicated
@@ -20,7 +21,7 @@ from dapo_jax.rollout.responses import Request
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 
 MODEL = Path(__file__).parent / "models" / "data" / "qwen3_moe"  # 4 layers, 2 of 6 experts for a token
-ARCH = read_model_architecture(MODEL)
+ARCH = read_architecture(MODEL)
 PROMPTS = [[5, 6, 7, 30, 31], [8], [3, 4, 5, 6, 7, 8, 9], [11, 140], [20, 21, 22, 23], [12, 13, 14], [3, 3], [2, 40]]
 NUMBERS = list(range(100, 108))
 SAMPLES, LENGTH, PAD, EOS = 4, 14, 0, (2, 3, 17, 40, 77, 90, 120)

@@ -14,7 +14,8 @@ from dapo_jax.parallel.devices import GIB, Limits
 from dapo_jax.parallel.mesh import make_mesh, with_tensor
 from dapo_jax.preflight.report import read_shape
 from dapo_jax.run import meshes
-from dapo_jax.run.meshes import make_meshes, training_bytes
+from dapo_jax.run.meshes import make_meshes
+from dapo_jax.run.passes import training_bytes
 from dapo_jax.training.loop import train
 
 DIVIDED = {"mesh.fsdp": 4, "mesh.tensor": 2, "rollout.n": 8, "actor.ppo_mini_batch_size": 2}

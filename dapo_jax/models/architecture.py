@@ -1,6 +1,5 @@
 """Host: the sizes and switches of a decoder-only transformer, and the kinds of its layers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -122,16 +121,6 @@ class Architecture:
             raise InputError(
                 f"num_experts_per_tok={self.experts.per_token} must be at most num_experts={self.experts.number}"
             )
-
-
-def kinds_of(
-    windows: Sequence[int | None], rotary: Sequence[bool], experts: Sequence[bool], theta: float | None
-) -> tuple[Layer, ...]:
-    """The kind of each layer, from what each has; `theta` is that of layers with a window."""
-    return tuple(
-        Layer(window, has_rotary, None if window is None else theta, has_experts)
-        for window, has_rotary, has_experts in zip(windows, rotary, experts, strict=True)
-    )
 
 
 def pattern_of(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -21,7 +21,6 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from dapo_jax.data.containers import Bins
 from dapo_jax.data.padding import bucket
-from dapo_jax.errors import InputError
 from dapo_jax.models.attention import PLAIN, Scores
 
 
@@ -37,9 +36,7 @@ def prepare(bins: Bins) -> Bins:
 def attend(*arrays: Any, scores: Scores = PLAIN) -> jax.Array:
     """Attention of query, key and value in bins that `prepare` has seen, as a kernel of `on_each_device`."""
 
-    def unasked() -> AbstractContextManager[Any]:
-        return mock.patch.object(cudnn, "check_compute_capability", lambda capability: True)
-
+    unasked = functools.partial(mock.patch.object, cudnn, "check_compute_capability", lambda capability: True)
     return traced_in(unasked, functools.partial(_attend, scores=scores))(*arrays)
 
 
@@ -65,8 +62,6 @@ def traced_in(context: Callable[[], AbstractContextManager[Any]], kernel: Callab
 
 def _attend(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins, scores: Scores = PLAIN) -> jax.Array:
     """Padding is zeroed before and after: cuDNN leaves any value there."""
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        raise InputError(f"query.dtype={query.dtype} must be bfloat16 or float16 with cuDNN: cast the weights")
     assert scores.cap is None
     real = (bins.trees > 0)[:, :, None, None]
     query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))

@@ -16,21 +16,18 @@ import jax.numpy as jnp
 
 from dapo_jax.models import grouped_products_gpu as gpu
 from dapo_jax.models import grouped_products_tpu as tpu
+from dapo_jax.models.attention import dot
 from dapo_jax.models.row_blocks import RowBlocks, block_rows, row_blocks
 
 
-def grouped_product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+@jax.custom_vjp
+def grouped_product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> Any:
     """[M, N] float32: each row of x [M, K] times its group's weights [K, N]; zeros after the last group.
 
     Args:
         weights: [E, K, N], bfloat16 or float32.
         sizes: [E] int32, rows of each group; the groups are next to each other from row 0 on.
     """
-    return _grouped(x, weights, sizes)
-
-
-@jax.custom_vjp
-def _grouped(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> Any:
     return _products(x.astype(weights.dtype), weights, sizes)
 
 
@@ -46,7 +43,7 @@ def _backward(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, N
     return to_x.astype(x_like.dtype), _outer_products(x, cotangent, sizes), None
 
 
-_grouped.defvjp(_forward, _backward)
+grouped_product.defvjp(_forward, _backward)
 
 
 def _products(x: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
@@ -69,7 +66,7 @@ def products(x: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: 
 
     def step(results: jax.Array, one: RowBlocks) -> tuple[jax.Array, None]:
         weight = weights[one.group].T if transposed else weights[one.group]
-        found = _dot(_rows(x, one, block), weight)
+        found = dot(_rows(x, one, block), weight)
         found = jnp.where(_inside(one, block), found, _rows(results, one, block))
         return jax.lax.dynamic_update_slice_in_dim(results, found, one.start, 0), None
 
@@ -85,7 +82,7 @@ def outer_products(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
 
     def step(results: jax.Array, one: RowBlocks) -> tuple[jax.Array, None]:
         of_x, of_y = (jnp.where(_inside(one, block), _rows(z, one, block), 0) for z in (x, y))
-        return results.at[one.group].add(_dot(of_x.T, of_y)), None
+        return results.at[one.group].add(dot(of_x.T, of_y)), None
 
     results, _ = jax.lax.scan(step, jnp.zeros((len(sizes), x.shape[1], y.shape[1]), jnp.float32), blocks)
     return results.astype(x.dtype)
@@ -104,8 +101,3 @@ def _rows(x: jax.Array, one: RowBlocks, block: int) -> jax.Array:
 def _inside(one: RowBlocks, block: int) -> jax.Array:
     """[block, 1] bool: the rows that belong to the block's group."""
     return (one.start + jnp.arange(block) < one.end)[:, None]
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

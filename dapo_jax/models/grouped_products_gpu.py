@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from dapo_jax.models.attention import dot
 from dapo_jax.models.row_blocks import block_rows, in_groups, row_blocks
 
 COLUMNS = 128  # of a program's result
@@ -55,7 +56,7 @@ def _products_kernel(x_ref, weights_ref, group_ref, start_ref, end_ref, result_r
     def step(place, found):
         there = pl.ds(place * inner, inner)
         weight = weights_ref[group, columns, there].T if transposed else weights_ref[group, there, columns]
-        return found + _dot(x_ref[rows, there], weight)
+        return found + dot(x_ref[rows, there], weight)
 
     steps = jax.lax.select(start < end, jnp.int32(x_ref.shape[1] // inner), jnp.int32(0))
     found = jax.lax.fori_loop(0, steps, step, jnp.zeros((block, width), jnp.float32))
@@ -104,7 +105,7 @@ def _outer_products_kernel(x_ref, y_ref, starts_ref, ends_ref, result_ref, *, bl
             triton.load(ref.at[pl.ds(first, block), :], mask=jnp.broadcast_to(inside, (block, ref.shape[1])), other=0.0)
             for ref in (x_ref, y_ref)
         )
-        return found + _dot(of_x.T, of_y)
+        return found + dot(of_x.T, of_y)
 
     found = jax.lax.fori_loop(0, pl.cdiv(end - start, block), step, jnp.zeros(result_ref.shape, jnp.float32))
     result_ref[...] = found.astype(result_ref.dtype)
@@ -128,12 +129,6 @@ def _padded_columns(x: jax.Array, first: int, multiples: tuple[int, ...]) -> jax
 
 def _whole(x: jax.Array) -> pl.BlockSpec:
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x @ y, float32; of float32 operands, unrounded."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _options(block: int, interpret: bool) -> dict[str, Any]:

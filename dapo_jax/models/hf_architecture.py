@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dapo_jax.data.model_files import is_positive_number, is_size, read_object
 from dapo_jax.errors import InputError
-from dapo_jax.models.architecture import Architecture, Experts, Layer, kinds_of, pattern_of
+from dapo_jax.hub.names import GGUF, is_gguf
+from dapo_jax.models.architecture import Architecture, Experts, Layer, pattern_of
 from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.rope_scaling import rope_problems, rope_type, scaling_from_hf
 
@@ -18,34 +20,35 @@ OPTIONAL_SIZES = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
 )
 REQUIRED = (*SIZES, "rms_norm_eps")
-TYPES = {  # of the keys besides the sizes, where they are not null
+TYPES = {  # rule: its test, and the keys besides the sizes for which it holds where they are not null
     "a positive number": (
-        *("rms_norm_eps", "rope_theta", "rope_local_base_freq"),
-        *("attn_logit_softcapping", "final_logit_softcapping"),
+        is_positive_number,
+        ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
-    "a number from 0": ("initializer_range", "max_window_layers"),
-    "an object": ("rope_parameters", "rope_scaling", "id2label"),
-    "a list": ("architectures", "layer_types", "no_rope_layers", "mlp_only_layers"),
-    "true or false": (*("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),),
-}
-FITS = {
-    "a positive number": is_positive_number,
-    "a number from 0": lambda value: value == 0 or is_positive_number(value),
-    "an object": lambda value: isinstance(value, dict),
-    "a list": lambda value: isinstance(value, list),
-    "true or false": lambda value: isinstance(value, bool),
+    "a number from 0": (
+        lambda value: value == 0 or is_positive_number(value),
+        ("initializer_range", "max_window_layers"),
+    ),
+    "an object": (lambda value: isinstance(value, dict), ("rope_parameters", "rope_scaling", "id2label")),
+    "a list": (
+        lambda value: isinstance(value, list),
+        ("architectures", "layer_types", "no_rope_layers", "mlp_only_layers"),
+    ),
+    "true or false": (
+        lambda value: isinstance(value, bool),
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
+    ),
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name -> ours
-OF_SOME = (  # keys that only some families read: those with the key in their biases or defaults
-    *("attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-)
+# keys that only some families read: those with the key in their biases or defaults
+OF_SOME = "attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS = 10_000
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """The architecture described by `directory`/config.json. ValueError names what is not supported."""
-    path = Path(directory) / "config.json"
+    """The architecture described by `directory`/config.json. ValueError names what is missing or not supported."""
+    path = model_directory(directory) / "config.json"
     if not path.exists():
         raise InputError(f"{path} does not exist: model.path must be a Hugging Face model directory")
     hf = read_object(path)
@@ -54,6 +57,21 @@ def read_architecture(directory: str | Path) -> Architecture:
     except ValueError as error:
         cure = "correct the file, choose a supported model, or download it again"
         raise InputError(f"{path}: {error}; {cure}") from error
+
+
+def context_length(directory: str | Path) -> int | None:
+    """The context length of a model in tokens; None if its config.json does not say."""
+    length = read_object(model_directory(directory) / "config.json").get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def model_directory(path: str | Path) -> Path:
+    """`path` as a directory. ValueError says what else it is."""
+    path = Path(path)
+    if not path.is_dir():
+        state = "is a file" if path.exists() else "does not exist"
+        raise InputError(f"the model path {path} {GGUF if is_gguf(path) else f'{state}: give a model directory'}")
+    return path
 
 
 def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
@@ -120,12 +138,9 @@ def _mistyped(hf: dict[str, Any]) -> list[str]:
         for name in (*SIZES, *OPTIONAL_SIZES)
         if hf.get(name) is not None and not is_size(hf[name])
     ]
-    for rule, names in TYPES.items():
-        problems += [
-            f"{name}={hf[name]!r} must be {rule}"
-            for name in names
-            if hf.get(name) is not None and not FITS[rule](hf[name])
-        ]
+    for rule, (fits, names) in TYPES.items():
+        wrong = [name for name in names if hf.get(name) is not None and not fits(hf[name])]
+        problems += [f"{name}={hf[name]!r} must be {rule}" for name in wrong]
     if not problems and (hf.get("num_hidden_layers") or 0) > MAX_LAYERS:
         problems.append(f"num_hidden_layers={hf['num_hidden_layers']} must be at most {MAX_LAYERS}")
     return problems
@@ -181,7 +196,6 @@ def _local_problems(local: dict[str, Any]) -> list[str]:
 def _layers(hf: dict[str, Any], family: Family, theta: float | None) -> tuple[Layer, ...]:
     """The kind of each layer; `theta` of those with a window, None if it is that of all."""
     numbers = range(hf["num_hidden_layers"])
-    windows = [hf["sliding_window"] if windowed else None for windowed in _windowed(hf, family)]
     rotary = [True for _ in numbers]
     if family.leaves_out_rotary:
         every = hf["no_rope_layer_interval"]
@@ -190,7 +204,11 @@ def _layers(hf: dict[str, Any], family: Family, theta: float | None) -> tuple[La
     if family.experts:
         step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
         sparse = [i not in dense and (i + 1) % step == 0 for i in numbers]
-    return kinds_of(windows, rotary, sparse, theta)
+    kinds = [Layer(rotary=one, experts=other) for one, other in zip(rotary, sparse, strict=True)]
+    return tuple(
+        replace(kind, window=hf["sliding_window"], theta=theta) if windowed else kind
+        for kind, windowed in zip(kinds, _windowed(hf, family), strict=True)
+    )
 
 
 def _windowed(hf: dict[str, Any], family: Family) -> list[bool]:

@@ -1,36 +1,142 @@
-"""Host: a model from its Hugging Face directory."""
+"""Host: parameters from the safetensors files of a Hugging Face model directory, checked, one leaf at a time."""
 
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.data.model_files import read_object
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dapo_jax.data.model_files import read_object, unreadable
 from dapo_jax.errors import InputError
-from dapo_jax.hub.names import GGUF, is_gguf
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.assemble import Place
-from dapo_jax.models.hf_architecture import read_architecture
-from dapo_jax.models.safetensors_files import load_safetensors
+from dapo_jax.models.hf_architecture import model_directory
+from dapo_jax.models.weights import Weight, unflatten, weight_table
 
-
-def read_model_architecture(path: str | Path) -> Architecture:
-    """The architecture of the model at `path`. ValueError names what is missing or not supported."""
-    return read_architecture(_directory(path))
+Place = Callable[[Weight, np.ndarray], jax.Array]
+MAX_PROBLEMS = 10
+ROWS = 4096  # of a table, compared at once
+DTYPES = ("F32", "F16", "BF16")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROTARY_BUFFER = "rotary_emb.inv_freq"  # written by old versions of transformers; derived, not a weight
 
 
 def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
-    """The float32 parameters of the model at `path`, each leaf handed to `place` as soon as it is complete."""
-    return load_safetensors(_directory(path), arch, place)
+    """The float32 parameters of `arch` from model.safetensors in the directory `path`, or from the shards of its index.
+
+    The host holds one leaf (of stacked weights: all layers of one projection) and one tensor at a time.
+
+    Args:
+        place: puts one whole leaf on the devices.
+
+    Raises:
+        ValueError: files that are missing or damaged; tensors that are missing, unknown, misshapen or of another dtype
+            than DTYPES, up to ten together; or a tensor with a value that is not finite.
+    """
+    directory = model_directory(path)
+    files: dict[str, Any] = {}  # of each tensor
+    problems = []
+    with ExitStack() as stack:
+        for weights in _weight_files(directory):
+            file = stack.enter_context(_open(weights))
+            for name in file.keys():
+                if not name.endswith(ROTARY_BUFFER):
+                    problems += [f"tensor {name} is in more than one file"] if name in files else []
+                    files[name] = file
+        problems += _mismatches({name: file.get_slice(name) for name, file in files.items()}, arch)
+        if problems:
+            more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+            raise InputError(
+                f"{directory} must hold the weights of the model that it describes (take both from one download): "
+                + "; ".join(problems[:MAX_PROBLEMS] + more)
+            )
+        return unflatten(_placed_leaves(directory, arch, files, place))
 
 
-def context_length(path: str | Path) -> int | None:
-    """The context length in tokens of the model at `path`; None if its files do not say."""
-    length = read_object(_directory(path) / "config.json").get("max_position_embeddings")
-    return length if isinstance(length, int) else None
+def _weight_files(directory: Path) -> list[Path]:
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.exists():
+        raise InputError(
+            f"{directory} holds neither {single.name} nor {index.name}: "
+            "model.path must hold the weights as safetensors; convert other formats first"
+        )
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(name == Path(str(name)).name for name in names.values()):
+        raise InputError(f"{index} must have a weight_map from tensors to files in its directory: download it again")
+    files = [directory / name for name in sorted(set(names.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise InputError(f"{index} names files that do not exist: {missing}: download them into {directory}")
+    return files
 
 
-def _directory(path: str | Path) -> Path:
-    path = Path(path)
-    if not path.is_dir():
-        state = "is a file" if path.exists() else "does not exist"
-        raise InputError(f"the model path {path} {GGUF if is_gguf(path) else f'{state}: give a model directory'}")
-    return path
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise unreadable(path, error) from error
+
+
+def _mismatches(tensors: Mapping[str, Any], arch: Architecture) -> Iterator[str]:
+    """What sets the stored tensors apart from the weights of `arch`.
+
+    Args:
+        tensors: their headers, which read a part of a tensor.
+    """
+    expected = {name: weight.hf_shape for weight in weight_table(arch) for name in weight.tensors}
+    for name, tensor in tensors.items():
+        if tensor.get_dtype() not in DTYPES:
+            yield f"tensor {name} has dtype {tensor.get_dtype()}, expected one of {DTYPES}"
+    if arch.tie_embeddings and not arch.scalar_head and not _are_equal(tensors.get(HEAD), tensors.get(EMBEDDING)):
+        yield (
+            f"tensor {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true: set it to "
+            f"false there, as transformers does on its own, or remove {HEAD}"
+        )
+    for name, shape in expected.items():
+        if name not in tensors:
+            yield f"tensor {name} of shape {shape} is missing"
+    if arch.tie_embeddings:  # models of Hugging Face may store the head a second time: it is not read
+        expected[HEAD] = arch.vocab_size, arch.hidden_size
+    for name, tensor in tensors.items():
+        found = tuple(tensor.get_shape())
+        if name not in expected:
+            yield f"tensor {name} of shape {found} is unknown"
+        elif found != expected[name]:
+            yield f"tensor {name} has shape {found}, expected {expected[name]}"
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Whether two tensors, read by parts, hold the same numbers; also True unless both exist in one shape."""
+    if first is None or second is None or first.get_shape() != second.get_shape():
+        return True
+    length = first.get_shape()[0]
+    parts = (slice(row, min(row + ROWS, length)) for row in range(0, length, ROWS))
+    return all(np.array_equal(first[part], second[part]) for part in parts)
+
+
+def _placed_leaves(
+    directory: Path, arch: Architecture, files: Mapping[str, Any], place: Place
+) -> Iterator[tuple[Weight, jax.Array]]:
+    for weight in weight_table(arch):
+        placed = jax.block_until_ready(place(weight, _read_leaf(directory, weight, files)))
+        gc.collect(generation=0)  # only this makes JAX free its copy on the host
+        yield weight, placed
+
+
+def _read_leaf(directory: Path, weight: Weight, files: Mapping[str, Any]) -> np.ndarray:
+    leaf = np.empty(weight.shape, np.float32)
+    stored_shape = weight.hf_shape[::-1] if weight.transposed else weight.hf_shape
+    for part, name in zip(leaf.reshape(-1, *stored_shape), weight.tensors, strict=True):
+        tensor = files[name].get_tensor(name)
+        part[...] = tensor.T if weight.transposed else tensor
+        if not np.isfinite(part).all():
+            raise InputError(
+                f"{directory}: {np.count_nonzero(~np.isfinite(part))} of {part.size} values of tensor {name} are NaN "
+                "or infinite: download the model again, or take an earlier checkpoint of the run that wrote it"
+            )
+    return leaf

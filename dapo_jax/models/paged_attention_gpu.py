@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from dapo_jax.models.attention import MASKED, capped
+from dapo_jax.models.attention import MASKED, capped, dot
 from dapo_jax.models.paged_attention import SoftmaxParts
 
 SPLITS = 8  # programs for a row and a key-value head
@@ -89,18 +89,12 @@ def _kernel(query_ref, pages_ref, table_ref, starts_ref, ends_ref, weighted_ref,
         page, tokens = table_ref[place], place * page_length + jnp.arange(page_length)
         visible = ((tokens >= start) & (tokens < end))[None, :]
         key, value = (pages_ref[page, head, :, pl.ds(first, size)] for first in (0, size))
-        scores = jnp.where(visible, capped(_dot(query, key.T) * scale, cap), MASKED)
+        scores = jnp.where(visible, capped(dot(query, key.T) * scale, cap), MASKED)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights, kept = jnp.where(visible, jnp.exp(scores - new[:, None]), 0.0), jnp.exp(highest - new)
-        weighted = weighted * kept[:, None] + _dot(weights.astype(value.dtype), value)
+        weighted = weighted * kept[:, None] + dot(weights.astype(value.dtype), value)
         return weighted, total * kept + jnp.sum(weights, axis=1), new
 
     nothing = jnp.zeros(query.shape, jnp.float32), jnp.zeros(len(query)), jnp.full(len(query), MASKED)
     last = jnp.minimum((split + 1) * share, num_pages)
     weighted_ref[...], total_ref[...], highest_ref[...] = jax.lax.fori_loop(split * share, last, step, nothing)
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x @ y, float32; of float32 operands, unrounded."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

@@ -1,13 +1,12 @@
-"""Device: rows sorted by group, in blocks that each belong to one group; host: how many rows the blocks have.
+"""Device: rows sorted by group, in blocks that each belong to one group.
 
 Sizes: M rows, E groups. Rows after the last group belong to none.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 SMALLEST, LARGEST = 16, 128  # rows of a block; Triton multiplies no fewer than 16
 
@@ -47,18 +46,3 @@ def most_blocks(rows: int, groups: int, block: int) -> int:
 def in_groups(x: jax.Array, sizes: jax.Array) -> jax.Array:
     """[M, ...] with zeros in the rows that belong to no group, whatever they hold."""
     return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], x, 0)
-
-
-def computed_rows(sizes: Any, rows: int, *, aligned: bool = False) -> int:
-    """Host: the rows in the blocks that groups of `sizes` [E] fill; sum(sizes) of them are needed.
-
-    Args:
-        rows: M, which sets the size of a block.
-        aligned: as on TPUs, where blocks begin at multiples of their size, and one is computed for every group in it.
-    """
-    sizes = np.asarray(sizes)
-    block = block_rows(rows, len(sizes))
-    ends = np.cumsum(sizes)
-    begins = (ends - sizes) // block if aligned else 0
-    blocks = -(-(ends if aligned else sizes) // block) - begins
-    return int(np.sum(blocks, where=sizes > 0)) * block

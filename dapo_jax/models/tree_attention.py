@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from dapo_jax.data.containers import Bins
-from dapo_jax.models.attention import MASKED, PLAIN, Scores
+from dapo_jax.models.attention import MASKED, PLAIN, Scores, dot
 from dapo_jax.models.remat import ATTENDED
 from dapo_jax.models.tree_ranges import BLOCK, BRANCH_BEGIN, PROMPT_BEGIN, PROMPT_END, SEEN_TO, in_window
 
@@ -96,11 +96,11 @@ def _forward_kernel(query_ref, key_ref, value_ref, ranges_ref, attended_ref, nor
 
     def step(visible, there, carry):
         attended, total, highest = carry
-        scores = jnp.where(visible, product.scores(_dot(query, key_ref[there, :].T)), MASKED)
+        scores = jnp.where(visible, product.scores(dot(query, key_ref[there, :].T)), MASKED)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights, kept = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
         values = value_ref[there, :]
-        attended = attended * kept[:, None] + _dot(weights.astype(values.dtype), values)
+        attended = attended * kept[:, None] + dot(weights.astype(values.dtype), values)
         return attended, total * kept + jnp.sum(weights, axis=1), new
 
     start = jnp.zeros(query.shape, jnp.float32), jnp.zeros(len(query)), jnp.full(len(query), MASKED)
@@ -158,11 +158,11 @@ def _query_kernel(
 
     def step(visible, there, gradient):
         keys = key_ref[there, :]
-        scores = product.scores(_dot(query, keys.T))
+        scores = product.scores(dot(query, keys.T))
         weights = jnp.exp2(jnp.where(visible, scores, MASKED) - normalizer)
-        of_scores = weights * (_dot(cotangent, value_ref[there, :].T) - common)
+        of_scores = weights * (dot(cotangent, value_ref[there, :].T) - common)
         of_products = product.gradient(of_scores, scores)
-        return gradient + _dot(of_products.astype(keys.dtype), keys)
+        return gradient + dot(of_products.astype(keys.dtype), keys)
 
     result_ref[...] = seen.each_block(step, jnp.zeros(query.shape, jnp.float32)).astype(result_ref.dtype)
 
@@ -197,13 +197,13 @@ def _key_kernel(
     def add(there, queries, begin, end, branch, carry):
         visible = ((slots >= begin) & (slots < end)) | ((slots >= branch) & (slots <= queries))
         query, cotangent = query_ref[there, :], cotangent_ref[there, :]
-        scores = product.scores(_dot(keys, query.T))
+        scores = product.scores(dot(keys, query.T))
         weights = jnp.exp2(jnp.where(visible, scores, MASKED) - normalizer_ref[there][None, :])
-        of_scores = weights * (_dot(values, cotangent.T) - common_ref[there][None, :])
+        of_scores = weights * (dot(values, cotangent.T) - common_ref[there][None, :])
         of_products = product.gradient(of_scores, scores)
         to_key, to_value = carry
-        to_value += _dot(weights.astype(cotangent.dtype), cotangent)
-        return to_key + _dot(of_products.astype(query.dtype), query), to_value
+        to_value += dot(weights.astype(cotangent.dtype), cotangent)
+        return to_key + dot(of_products.astype(query.dtype), query), to_value
 
     last = pl.cdiv(jnp.max(ranges_ref[SEEN_TO, pl.ds(number * block, block)]), block)
     zeros = jnp.zeros(keys.shape, jnp.float32)
@@ -243,12 +243,6 @@ def _block_size(x: Array) -> int:
 def _slots(number: Array, block: int) -> Array:
     """The slots of a block."""
     return number * block + jnp.arange(block)
-
-
-def _dot(x: Array, y: Array) -> Array:
-    """x @ y, float32; of float32 operands, unrounded."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _block(x: Any, groups: int = 1) -> pl.BlockSpec:

@@ -34,6 +34,13 @@ class Weight:
     layers: tuple[int, ...] = ()  # numbers of those that have it; empty: all
 
     @property
+    def tensors(self) -> list[str]:
+        """The names of the Hugging Face tensors that make up the leaf, in its order."""
+        layers = (self.layers or range(self.shape[0])) if self.stacked else (0,)
+        experts = range(self.num_experts or 1)
+        return [self.hf_name.format(layer=layer, expert=expert) for layer in layers for expert in experts]
+
+    @property
     def stacked(self) -> bool:
         return self.path[0] == "layers"
 
@@ -71,7 +78,8 @@ def weight_table(arch: Architecture) -> list[Weight]:
         table += _feed_forward(arch)
     if arch.experts is not None:
         table += _experts(arch, arch.experts)
-    table += _norms_after(arch)
+    if arch.norms != "before":
+        table.append(_norm(arch, "mlp_out_norm", "post_feedforward_layernorm.weight"))
     table.append(Weight(("final_norm",), (D,), ("norm",), _unit(arch), "model.norm.weight", (D,)))
     if arch.scalar_head:
         table.append(Weight(("score",), (D,), ("embed",), "zeros", "score.weight", (1, D)))
@@ -130,12 +138,6 @@ def _experts(arch: Architecture, experts: Experts) -> list[Weight]:
         shape, hf_shape = (E, inputs, outputs), (outputs, inputs)
         table.append(_layer(arch, f"expert_{name}", shape, axes, hf_name, hf_shape, transposed=True))
     return table
-
-
-def _norms_after(arch: Architecture) -> list[Weight]:
-    if arch.norms == "before":
-        return []
-    return [_norm(arch, "mlp_out_norm", "post_feedforward_layernorm.weight")]
 
 
 def _unit(arch: Architecture) -> str:

@@ -14,7 +14,6 @@ from safetensors.numpy import save_file
 
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.assemble import tensor_names
 from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.hf_architecture import FULL, SLIDING
 from dapo_jax.models.rope_scaling import hf_scaling
@@ -23,9 +22,8 @@ from dapo_jax.parallel.sharding import fetch
 
 MAX_SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers reads no file without it
-STALE = (  # keys of a model's own config that do not hold for weights of ours, besides those of `_of_weights`
-    *("quantization_config", "auto_map", "original_max_position_embeddings", "partial_rotary_factor"),
-)
+# keys of a model's own config that do not hold for weights of ours, besides those of `_of_weights`
+STALE = "quantization_config", "auto_map", "original_max_position_embeddings", "partial_rotary_factor"
 
 
 def write_safetensors(
@@ -85,7 +83,7 @@ def _deal_out(table: Sequence[Weight], itemsize: int, max_shard_bytes: int) -> l
     filled = 0
     for weight in table:
         size = math.prod(weight.hf_shape) * itemsize
-        for tensor in tensor_names(weight, weight.hf_name):
+        for tensor in weight.tensors:
             if shards[-1] and filled + size > max_shard_bytes:
                 shards.append([])
                 filled = 0

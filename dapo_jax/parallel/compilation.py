@@ -98,7 +98,10 @@ def compile_ahead(
     if path is not None and path.exists():
         path.touch()  # scripts/test_accelerators.sh deletes files unused for 30 days
         return Compiled(**json.loads(gzip.decompress(path.read_bytes())))
-    program = lowered.compile(compiler_options=_sharing(kernels) if kernels is not None else None)
+    shared: dict[str, Any] = {"xla_gpu_kernel_cache_file": str(kernels)}
+    if jax.__version_info__ < (0, 11):  # later releases always do
+        shared["xla_gpu_enable_llvm_module_compilation_parallelism"] = True
+    program = lowered.compile(compiler_options=None if kernels is None else shared)
     taken, text = program.memory_analysis(), program.as_text()
     assert taken is not None and text is not None
     total = taken.argument_size_in_bytes + taken.output_size_in_bytes - taken.alias_size_in_bytes
@@ -109,13 +112,6 @@ def compile_ahead(
             file.write(gzip.compress(json.dumps(asdict(compiled)).encode(), compresslevel=1))
         os.replace(file.name, path)
     return compiled
-
-
-def _sharing(kernels: Path) -> dict[str, Any]:
-    options: dict[str, Any] = {"xla_gpu_kernel_cache_file": str(kernels)}
-    if jax.__version_info__ < (0, 11):  # later releases always do
-        options["xla_gpu_enable_llvm_module_compilation_parallelism"] = True
-    return options
 
 
 def program_key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:

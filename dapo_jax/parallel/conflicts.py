@@ -54,7 +54,10 @@ def conflicts(
         environment: variables of this process.
     """
     installed = {_plain(name): version for name, version in installed.items()}
-    found = [*_unmet(installed, needs), *_rivals(installed)]
+    found = _unmet(installed, needs)
+    for (one, other), outcome in RIVALS.items():
+        if one in installed and other in installed:
+            found.append(f"{one} and {other} are both installed, and {outcome}")
     for module in LOADED_ONCE:
         before, now = loaded.get(module), installed.get(module)
         if before and now and before != now:
@@ -84,7 +87,10 @@ def explained(message: str, *, parent: int, installed: Iterable[str] = ()) -> st
     if re.search(_LOCK, message):
         return "another process holds libtpu's lock: end it; if there is none, remove /tmp/libtpu_lockfile"
     if re.search(_OTHER_VERSION, message):
-        return f"the device's plugin and jaxlib are of different releases: {_reinstall(installed)}"
+        plugins = {_plain(name) for name in installed}
+        extra = next((cuda for cuda in ("cuda12", "cuda13") if f"jax-{cuda}-plugin" in plugins), "tpu")
+        cure = f"pip install --upgrade 'dapo_jax[{extra}]'"
+        return f"the device's plugin and jaxlib are of different releases: {cure}"
     return None
 
 
@@ -108,23 +114,6 @@ def _pinned_by(name: str, installed: Mapping[str, str]) -> str:
     if name != "libtpu" or not owners:
         return ""
     return f" ({' and '.join(owners)} wanted another one, and will not work with JAX's)"
-
-
-def _rivals(installed: Mapping[str, str]) -> list[str]:
-    return [
-        f"{one} and {other} are both installed, and {outcome}"
-        for (one, other), outcome in RIVALS.items()
-        if one in installed and other in installed
-    ]
-
-
-def _reinstall(installed: Iterable[str]) -> str:
-    """The command that installs the plugin that fits JAX."""
-    plugins = {_plain(name) for name in installed}
-    for cuda in ("cuda12", "cuda13"):
-        if f"jax-{cuda}-plugin" in plugins:
-            return f"pip install --upgrade 'dapo_jax[{cuda}]'"
-    return "pip install --upgrade 'dapo_jax[tpu]'"
 
 
 def _applies(need: Requirement) -> bool:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,7 +116,9 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
     try:
         if not shape:
             if name == "cpu":
-                _start_cpu(num_devices)
+                jax.config.update("jax_platforms", "cpu")
+                with suppress(RuntimeError):  # JAX has already started: its devices cannot change
+                    jax.config.update("jax_num_cpu_devices", num_devices)
             return jax.devices(name)
         return slice_devices(topology)
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -162,11 +165,3 @@ def _gpus(topology: str) -> Sequence[Any]:
 
 def _known_gpus(shape: str) -> str:
     return "one of " + ", ".join(f"{name}:{shape}" for name in GPUS)
-
-
-def _start_cpu(num_devices: int) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:  # JAX has already started: its devices cannot change
-        pass

@@ -30,18 +30,14 @@ def _free_bytes(device: Any) -> float:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"] - stats["bytes_in_use"])
-    return _free_host_bytes() / jax.local_device_count()
+    of_host = _host_bytes().get("MemAvailable", 4.0 * 2**30)  # unknown on other systems than Linux
+    return of_host / jax.local_device_count()
 
 
 def used_host_bytes() -> float | None:
     """Bytes of this host's memory in use; None if unknown (not Linux)."""
     found = _host_bytes()
     return found["MemTotal"] - found["MemAvailable"] if {"MemTotal", "MemAvailable"} <= set(found) else None
-
-
-def _free_host_bytes() -> float:
-    """Bytes that Linux reports as available; on other systems, 4 GiB."""
-    return _host_bytes().get("MemAvailable", 4.0 * 2**30)
 
 
 def _host_bytes() -> dict[str, float]:

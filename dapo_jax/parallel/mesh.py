@@ -92,22 +92,17 @@ def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
     own, processes = jax.local_device_count(), jax.process_count()
     of_process = (sampling or jax.device_count() // 2) // processes
     if sampling % processes or not 0 < of_process < own or of_process % tensor or (own - of_process) % tensor:
+        fitting = [one * processes for one in range(tensor, own, tensor) if (own - one) % tensor == 0]
+        cure = "lower mesh.tensor, or start one process for all devices of a host"
+        if fitting:
+            cure = f"set trainer.rollout_devices={nearest(fitting, sampling or own * processes // 2)}"
         raise InputError(
             f"trainer.rollout_devices={sampling} must leave each of the {processes} processes a multiple of "
-            f"mesh.tensor={tensor} devices to train and one to sample, out of {own}: "
-            f"{_fitting_split(sampling, tensor, own, processes)}"
+            f"mesh.tensor={tensor} devices to train and one to sample, out of {own}: {cure}"
         )
     by_process = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]
     training = [device for devices in by_process for device in devices[:-of_process]]
     return training, [device for devices in by_process for device in devices[-of_process:]]
-
-
-def _fitting_split(sampling: int, tensor: int, own: int, processes: int) -> str:
-    """A value that fits, for the message of `split_devices`."""
-    fitting = [one * processes for one in range(tensor, own, tensor) if (own - one) % tensor == 0]
-    if fitting:
-        return f"set trainer.rollout_devices={nearest(fitting, sampling or own * processes // 2)}"
-    return "lower mesh.tensor, or start one process for all devices of a host"
 
 
 def num_batch_shards(mesh: Mesh) -> int:

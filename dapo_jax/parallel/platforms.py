@@ -53,8 +53,10 @@ def missing_for(platform: str) -> str:
     """Why JAX finds no "gpu" (or "cuda", "rocm") or "tpu" in this machine, with the fix."""
     if platform in ("gpu", "cuda", "rocm"):
         return _missing_for_gpus(nvidia_driver())
+    if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        return "libtpu is not installed: on a TPU machine, pip install 'dapo_jax[tpu]'"
     if platform == "tpu":
-        return _missing_for_tpus()
+        return "libtpu finds no free TPU: run on a TPU machine, and end other programs that use its TPU"
     return f"JAX has no platform {platform!r} here: use cpu, cuda or tpu"
 
 
@@ -152,12 +154,6 @@ def _missing_for_gpus(driver: tuple[str, str] | None) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     return f"{here} and {plugins[0]} is installed, but it finds no usable GPU{hidden}: see `nvidia-smi`"
-
-
-def _missing_for_tpus() -> str:
-    if importlib.util.find_spec("libtpu") is None:
-        return "libtpu is not installed: on a TPU machine, pip install 'dapo_jax[tpu]'"
-    return "libtpu finds no free TPU: run on a TPU machine, and end other programs that use its TPU"
 
 
 def _devices_without_a_choice() -> str:

@@ -211,15 +211,10 @@ def gather_weight(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return constrain(x, _spec(axes, DECODE_RULES))
 
 
-def _gather_forward(x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
-    return gather_weight(x, axes), None
-
-
-def _gather_backward(axes: tuple[str, ...], _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (constrain(gradient, _spec(axes, TRAIN_RULES)),)
-
-
-gather_weight.defvjp(_gather_forward, _gather_backward)
+gather_weight.defvjp(
+    lambda x, axes: (gather_weight(x, axes), None),
+    lambda axes, _, gradient: (constrain(gradient, _spec(axes, TRAIN_RULES)),),
+)
 
 
 def put(tree: Any, sharding: NamedSharding) -> Any:

@@ -4,8 +4,10 @@ import functools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
-from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.hf_architecture import read_architecture
+from dapo_jax.models.load import load_params
 from dapo_jax.models.transformer import forward, logits, positions_of
 
 DATA = Path(__file__).parent / "data"
@@ -20,8 +22,14 @@ def place(weight, array):
 @functools.cache
 def model(name):
     """Architecture and parameters."""
-    arch = read_model_architecture(DATA / name)
+    arch = read_architecture(DATA / name)
     return arch, load_params(DATA / name, arch, place)
+
+
+def loss(params, tokens, mask, arch, remat="none"):
+    """Mean negative log-probability of the next token, over all positions."""
+    scores = logits(params, forward(params, tokens, positions_of(mask), mask, arch, remat=remat), arch)[:, :-1]
+    return -jnp.take_along_axis(jax.nn.log_softmax(scores), tokens[:, 1:, None], axis=-1).mean()
 
 
 @functools.partial(jax.jit, static_argnames="arch")

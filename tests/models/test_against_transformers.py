@@ -6,20 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.checkpoints import DATA, NAMES, model
+from models.checkpoints import DATA, NAMES, loss, model
 from models.write_references import RANK, SCALE, adapter, projected, sequences
 
-from dapo_jax.models.assemble import tensor_names
 from dapo_jax.models.lora import TARGETS, Lora, adapter_table, with_adapters
-from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import unflatten, weight_table
-
-
-def loss(params, tokens, arch):
-    """Mean negative log-probability of the next token."""
-    mask = jnp.ones(tokens.shape, bool)
-    scores = logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)[:, :-1]
-    return -jnp.take_along_axis(jax.nn.log_softmax(scores), tokens[:, 1:, None], axis=-1).mean()
 
 
 def stored(table, tree):
@@ -28,7 +19,7 @@ def stored(table, tree):
         leaf = np.asarray(functools.reduce(lambda part, key: part[key], weight.path, tree))
         shape = weight.hf_shape[::-1] if weight.transposed else weight.hf_shape
         parts = leaf.reshape(-1, *shape)
-        for tensor, part in zip(tensor_names(weight, weight.hf_name), parts, strict=True):
+        for tensor, part in zip(weight.tensors, parts, strict=True):
             yield tensor, part.T if weight.transposed else part
 
 
@@ -49,7 +40,8 @@ def assert_same_gradients(found, golden, prefix):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_all_weights_equal_those_of_transformers(name):
     arch, params = model(name)
-    gradient = jax.jit(jax.grad(loss), static_argnums=2)(params, sequences(arch.vocab_size), arch)
+    tokens = sequences(arch.vocab_size)
+    gradient = jax.jit(jax.grad(loss), static_argnums=3)(params, tokens, np.ones(tokens.shape, bool), arch)
     golden = np.load(DATA / name / "transformers.npz")
     assert_same_gradients(dict(stored(weight_table(arch), gradient)), golden, "weight ")
 
@@ -65,7 +57,8 @@ def test_gradients_of_adapters_equal_those_of_transformers(name):
 
     @jax.jit
     def gradients(params, adapters, tokens):
-        return jax.grad(lambda adapters: loss(with_adapters(params, adapters, lora, jnp.float32), tokens, arch))(
+        mask = jnp.ones(tokens.shape, bool)
+        return jax.grad(lambda adapters: loss(with_adapters(params, adapters, lora, jnp.float32), tokens, mask, arch))(
             adapters
         )
 
@@ -76,5 +69,5 @@ def test_gradients_of_adapters_equal_those_of_transformers(name):
 
 def leaf_of_adapters(weight):
     """A leaf of adapters with the values that write_references.py gave them."""
-    names = (name.removeprefix("base_model.model.") for name in tensor_names(weight, weight.hf_name))
+    names = (name.removeprefix("base_model.model.") for name in weight.tensors)
     return np.stack([adapter(name, weight.hf_shape).T for name in names]).reshape(weight.shape)

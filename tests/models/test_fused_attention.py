@@ -276,9 +276,3 @@ def test_remat_attention_does_not_run_the_kernel_again(policy, passes):
     attend = rematerialized(lambda *operands: fused("splash")(*operands, bins), policy)
     text = str(jax.make_jaxpr(jax.grad(lambda *operands: jnp.sum(attend(*operands))))(*operands))
     assert text.count("name=splash_mha_fwd") == passes and text.count("name=splash_mha_dkv") == 1
-
-
-def test_cudnn_refuses_float32():
-    *operands, _ = arrays(jnp.float32)
-    with pytest.raises(ValueError, match="query.dtype=float32 must be bfloat16 or float16"):
-        fused("cudnn")(*operands, prepared("cudnn", BINS["copies"]))

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from models.hf_configs import hf_config
 from safetensors.numpy import save
 
+from dapo_jax.config.sections import DataConfig
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
-from dapo_jax.models.safetensors_files import load_safetensors
+from dapo_jax.models.load import load_params
 from dapo_jax.models.weights import weight_table
 
 SIZES = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 6, "num_heads": 2, "num_kv_heads": 1, "head_dim": 2}
@@ -64,7 +65,7 @@ HEADER = 8 + int.from_bytes(SAFETENSORS[:8], "little")
 def test_safetensors(places, content):
     path = new(places, model__safetensors=content)
     with little_memory(), ends_within(), read_or_refused(path):
-        params = load_safetensors(path, ARCH, keep)
+        params = load_params(path, ARCH, keep)
         assert params["layers"]["query"].shape == (2, 4, 2, 2)
 
 
@@ -73,7 +74,7 @@ def test_safetensors(places, content):
 def test_the_index_of_safetensors(places, content):
     path = new(places, model__safetensors__index__json=content)
     with pytest.raises(ValueError, match=str(path)):
-        load_safetensors(path, ARCH, keep)
+        load_params(path, ARCH, keep)
 
 
 @fuzz(300)
@@ -118,4 +119,4 @@ def test_tokenizers_with_other_settings(places, settings, generation):
         generation_config__json=json.dumps(generation).encode(),
     )
     with read_or_refused(path):
-        load_tokenizer(path).encode_prompt("1 + 1 =", system_prompt=None, chat_template_kwargs={})
+        load_tokenizer(path).encode_prompts(["1 + 1 ="], DataConfig())[0]

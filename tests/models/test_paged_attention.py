@@ -42,24 +42,21 @@ def assert_same_parts(found, expected):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
 
 
+SIZES = {"groups": 7, "kv_heads": 2, "size": 64, "page_length": 32}
+OTHER_SIZES = [(1, 2, 64, 32), (7, 1, 128, 64), (2, 1, 64, 128), (8, 2, 128, 32)]
+
+
+# A window may begin in any page, and behind the last one.
 @pytest.mark.short("7-2-64-32")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    ("groups", "kv_heads", "size", "page_length"),
-    [(1, 2, 64, 32), (7, 1, 128, 64), (2, 1, 64, 128), (8, 2, 128, 32), (7, 2, 64, 32)],
+    ("sizes", "window", "cap"),
+    [(dict(zip(SIZES, sizes, strict=True)), None, None) for sizes in OTHER_SIZES]
+    + [(SIZES, *scores) for scores in ((None, None), (None, 0.7), (3, None), (40, 0.7), (64, None))],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-def test_kernels_equal_copies_of_the_pages(kernel, groups, kv_heads, size, page_length):
-    arrays = case(groups=groups, kv_heads=kv_heads, size=size, page_length=page_length)
-    expected = jit_gathered(*arrays)
-    assert expected.total[0].max() == 0.0 and expected.total[2].min() > 0.0
-    assert_same_parts(KERNELS[kernel](*arrays), expected)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("window", "cap"), [(None, 0.7), (3, None), (40, 0.7), (64, None)])
-def test_kernels_equal_copies_of_the_pages_with_windows_and_caps(kernel, window, cap):
-    """A window may begin in any page, and behind the last one."""
-    query, pages, table, starts, ends = case()
+def test_kernels_equal_copies_of_the_pages(kernel, sizes, window, cap):
+    query, pages, table, starts, ends = case(**sizes)
     if window is not None:
         starts = np.maximum(starts, ends - window + np.arange(len(LENGTHS), dtype=np.int32))
         assert max(starts - ends) > 0 or window > 3

@@ -3,10 +3,16 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-import small_policy
+from shapes import ARCH, mesh_of
+from small_policy import LENGTH, actor_settings, engine_settings
 
+from dapo_jax.learner.actor import build_actor
 from dapo_jax.models.transformer import logits
 from dapo_jax.models.vocabulary_blocks import BLOCK, block_logits, with_whole_blocks
+from dapo_jax.preflight.hlo_costs import program_costs
+from dapo_jax.rollout.layout import choose_layout
+from dapo_jax.rollout.lengths import LengthHistory
+from dapo_jax.rollout.programs import Calls
 
 
 def tables(vocab_size, *, tied):
@@ -27,7 +33,7 @@ def test_logits_in_blocks_are_the_logits(vocab_size, cap, shards, tied):
     params = tables(vocab_size, tied=tied)
     padded = with_whole_blocks(params, shards) if shards else params
     hidden = np.float32(np.random.default_rng(0).integers(-9, 10, (4, 6)))
-    arch = dataclasses.replace(small_policy.ARCH, vocab_size=vocab_size, logit_cap=cap)
+    arch = dataclasses.replace(ARCH, vocab_size=vocab_size, logit_cap=cap)
     found, expected = jit_block_logits(padded, hidden, arch), jit_logits(params, hidden, arch)
     assert found.shape[1] % max(shards, 1) == 0 and found.shape[2] == BLOCK
     np.testing.assert_array_equal(found.reshape(4, -1)[:, :vocab_size], expected)
@@ -41,3 +47,20 @@ def test_only_tables_of_tokens_get_rows_and_these_are_zero():
     for name in ("embedding", "head"):
         assert padded[name].shape == (256, 6) and not padded[name][200:].any()
         np.testing.assert_array_equal(padded[name][:200], params[name])
+
+
+@pytest.mark.parametrize("vocab_size", [896, 1000], ids=["seven_blocks", "broken_blocks"])
+def test_logits_stay_on_their_devices(vocab_size):
+    """Also where their share of the vocabulary ends within a block: the tables of decoding weights have more rows."""
+    arch, mesh, rows = dataclasses.replace(ARCH, vocab_size=vocab_size, num_layers=1), mesh_of((1, 1, 2)), 64
+    settings = engine_settings(mesh, arch=arch)
+    actor = build_actor(actor_settings(arch=arch), mesh)
+    with jax.set_mesh(mesh):
+        weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
+        layout = choose_layout(settings, None, np.dtype(np.float32), [8] * rows, 1, LengthHistory(LENGTH), 0.0)
+        assert layout.slots == rows
+        text = Calls(settings, weights, layout, None).lower_decode(layout.first_shape).compile().as_text()
+    assert text is not None
+    share = 4 * rows * vocab_size / 2  # bytes of a device's logits
+    largest = max(one.bytes / one.count for one in program_costs(text, [0, 0]).collectives if one.kind == "all-gather")
+    assert largest < share / 8

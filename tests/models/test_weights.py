@@ -8,7 +8,6 @@ import shapes
 from models.checkpoints import DATA, NAMES
 from safetensors.numpy import load_file
 
-from dapo_jax.models.assemble import tensor_names
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import cast_matrices, count_params, init_params, unflatten, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES
@@ -23,16 +22,11 @@ def test_table_names_every_tensor_of_the_checkpoint_and_its_shape(name):
     arch = read_architecture(DATA / name)
     expected = {}
     for weight in weight_table(arch):
-        expected |= dict.fromkeys(tensor_names(weight, weight.hf_name), weight.hf_shape)
+        expected |= dict.fromkeys(weight.tensors, weight.hf_shape)
+        assert len(weight.axes) == len(weight.shape) and set(weight.axes) <= set(TRAIN_RULES)
     stored = load_file(DATA / name / "model.safetensors")
     assert expected == {name: tensor.shape for name, tensor in stored.items()}
     assert count_params(arch) == sum(tensor.size for tensor in stored.values())
-
-
-def test_every_dimension_has_a_logical_axis_with_a_sharding_rule():
-    for weight in weight_table(ARCH):
-        assert len(weight.axes) == len(weight.shape)
-        assert set(weight.axes) <= set(TRAIN_RULES)
 
 
 def test_initial_values_follow_the_table():

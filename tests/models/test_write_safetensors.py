@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from dapo_jax.models import write_safetensors as module
 from dapo_jax.models.hf_architecture import read_architecture
-from dapo_jax.models.safetensors_files import load_safetensors
+from dapo_jax.models.load import load_params
 from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.parallel.mesh import make_mesh
@@ -24,7 +24,7 @@ TIED, UNTIED = "qwen2_bias_tied", "qwen3_qknorm"
 def model(name, path=None, place=place):
     """Weight table of the model `name`, and its parameters as `path` holds them."""
     arch = read_architecture(DATA / name)
-    return weight_table(arch), load_safetensors(path or DATA / name, arch, place)
+    return weight_table(arch), load_params(path or DATA / name, arch, place)
 
 
 def original(name):
@@ -84,17 +84,6 @@ def test_parameters_divided_over_a_mesh_are_written_whole(tmp_path):
     found = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert_same_tensors(found, original(UNTIED))
     assert all(leaf._npy_value is None for leaf in jax.tree.leaves(params)), "the host keeps no copy of the model"
-
-
-def test_any_table_is_written_under_any_name(tmp_path):
-    path, axes = ("layers", "query_lora_a"), ("layers", "embed", "rank")
-    name = "base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
-    table = [Weight(path, (2, 6, 3), axes, "normal", name, (3, 6), transposed=True)]
-    leaf = np.arange(36, dtype=np.float32).reshape(2, 6, 3)
-    params = {"layers": {"query_lora_a": leaf}}
-    write_safetensors(tmp_path, table, params, dtype="float32", name="adapter_model")
-    found = load_file(tmp_path / "adapter_model.safetensors")
-    assert_same_tensors(found, {name.format(layer=layer): np.ascontiguousarray(leaf[layer].T) for layer in (0, 1)})
 
 
 def test_other_parameters_than_the_tables_are_refused(tmp_path):

@@ -6,42 +6,28 @@ import pytest
 
 from dapo_jax.parallel.devices import LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.mesh import make_mesh
-
-
-def limits(kind):
-    return limits_of(SimpleNamespace(device_kind=kind))
-
-
-TPUS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v5p": "TPU v5p", "TPU v6 lite": "TPU v6e"}
-
-
-@pytest.mark.parametrize(("kind", "name"), {**TPUS, "NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "A100"}.items())
-def test_the_longest_name_that_fits_is_taken(kind, name):
-    assert limits(kind).name == name
-
-
-def test_an_unknown_device_has_no_limits():
-    found = limits("cpu")
-    assert found.name == "cpu" and found.memory is None and not found.is_known
-
-
-@pytest.mark.parametrize("kind", ["NVIDIA L40S", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 PCIe", "NVIDIA GH200 144G"])
-def test_a_relative_of_a_known_gpu_is_not_taken_for_it(kind):
-    assert not limits(kind).is_known
+from dapo_jax.parallel.slices import libtpu_name, slice_devices
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "gigabytes"),
     [
-        ("NVIDIA A100-SXM4-80GB", "A100", 80),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB", 40),
-        ("NVIDIA H100 80GB HBM3", "H100", 80),
-        ("NVIDIA GH200 480GB", "GH200", 96),  # 480 GB are its CPU's
+        ("TPU v5 lite", "TPU v5e", 17),
+        ("TPU v5", "TPU v5p", 102),
+        ("TPU v5p", "TPU v5p", 102),
+        ("TPU v6 lite", "TPU v6e", 34),
+        ("NVIDIA H200", "H200", 151),
+        ("NVIDIA A100-SXM4-80GB", "A100", 85),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB", 42),
+        ("NVIDIA H100 80GB HBM3", "H100", 85),
+        ("NVIDIA GH200 480GB", "GH200", 103),  # 480 GB are its CPU's
+        *((kind, kind, None) for kind in ("cpu", "NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA GH200 144G")),
     ],
 )
-def test_a_gpu_has_its_own_memory_and_not_that_of_a_relative(kind, name, gigabytes):
-    found = limits(kind)
-    assert found.name == name and gigabytes * 1e9 < found.memory < gigabytes * 1.08e9
+def test_a_device_is_known_by_the_longest_name_and_is_not_taken_for_a_relative(kind, name, gigabytes):
+    found = limits_of(SimpleNamespace(device_kind=kind))
+    assert found.name == name and found.is_known == (gigabytes is not None)
+    assert (found.memory and round(found.memory / 1e9)) == gigabytes
 
 
 def test_products_of_float32_have_limits_of_their_own():
@@ -105,3 +91,42 @@ def test_a_mesh_that_a_slice_cannot_hold_is_refused_with_the_cure(monkeypatch):
     message = "mesh.data=1, mesh.fsdp=8, mesh.tensor=1 cannot be laid out on this slice: choose axes that are products"
     with pytest.raises(ValueError, match=message):
         make_mesh(1, 8, 1)
+
+
+SLICES = {  # by name: sides and chips
+    **{"v5e-1": ("v5e:1x1", 1), "v5e-4": ("v5e:2x2", 4), "v5e-8": ("v5e:2x4", 8), "v5litepod-16": ("v5e:4x4", 16)},
+    **{"v5e-128": ("v5e:8x16", 128), "v6e-256": ("v6e:16x16", 256), "v4-8": ("v4:2x2x1", 4), "v4-32": ("v4:2x2x4", 16)},
+    **{"v5p-8": ("v5p:2x2x1", 4), "v5p-16": ("v5p:2x2x2", 8), "v5p-64": ("v5p:2x4x4", 32)},
+    **{"v5p-128": ("v5p:4x4x4", 64), "v4-4096": ("v4:8x16x16", 2048)},
+}
+
+
+def test_a_slice_is_known_by_its_name_in_google_cloud():
+    """v4 and v5p count cores, two per chip; v5e and v6e count chips."""
+    for name, (sides, chips) in SLICES.items():
+        assert libtpu_name(name) == sides
+        if importlib.util.find_spec("libtpu") is not None:
+            assert len(slice_devices(sides)) == chips
+    for name in ("v5p:4x4x8", "h100:8", "cpu", "tpu", "v5e:2x4", "v7-8"):
+        assert libtpu_name(name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [("v5e-12", "v5e-8 or v5e-16"), ("v5p-4", "v5p-8 or v5p-16"), ("v6e-1000", "v6e-128 or v6e-256")],
+)
+def test_an_unknown_size_is_refused_with_the_closest_ones(name, choice):
+    with pytest.raises(ValueError, match=f"--topology={name} .*choose {choice}, or give its sides"):
+        libtpu_name(name)
+
+
+@pytest.mark.parametrize("topology", ["v5e-8", "v5p:2x2x1"])
+def test_without_libtpu_a_slice_names_the_package(topology, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    def missing(topology):
+        raise RuntimeError("libtpu.so is not there")
+
+    monkeypatch.setattr("dapo_jax.parallel.devices.slice_devices", missing)
+    with pytest.raises(ValueError, match=f"--topology={topology} needs libtpu, .*pip install 'dapo_jax.tpu-preflight"):
+        devices_of(topology, 1)

@@ -15,7 +15,7 @@ from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
 from dapo_jax.run.base_models import read_model
-from dapo_jax.run.meshes import check_mesh, check_weights
+from dapo_jax.run.meshes import check_weights, make_meshes
 
 
 def numbers_of(message: str, option: str) -> list[int]:
@@ -89,13 +89,13 @@ def test_batches_are_proposed_that_the_mesh_divides(devices, micro):
     batches = {"actor.ppo_mini_batch_size": 4, "data.train_batch_size": 8, "rollout.n": 4}
     changes = {**batches, "actor.ppo_micro_batch_size_per_device": micro, "actor.use_dynamic_bsz": False}
     config = small_config("unused", **changes)
-    arch, mesh = read_model(config)[0], make_mesh(-1, 1, 1, jax.devices()[:devices])
+    arch, used = read_model(config)[0], jax.devices()[:devices]
     with pytest.raises(ValueError, match="must be a multiple of") as refused:
-        check_mesh(config, arch, mesh)
-    check_weights(arch, mesh)  # an evaluation or an export has no batches
+        make_meshes(config, arch, used)
+    check_weights(arch, make_mesh(-1, 1, 1, used))  # an evaluation or an export has no batches
     mini, small = "actor.ppo_mini_batch_size", "actor.ppo_micro_batch_size_per_device"
     proposed = [{mini: size, "data.train_batch_size": size} for size in numbers_of(str(refused.value), mini)]
     proposed += [{small: size} for size in numbers_of(str(refused.value), small)]
     assert proposed
     for one in proposed:
-        check_mesh(small_config("unused", **{**changes, **one}), arch, mesh)
+        make_meshes(small_config("unused", **{**changes, **one}), arch, used)
