@@ -1,6 +1,5 @@
 """A stand-in for the Hugging Face hub: an HTTP server with models and data sets that a test puts there."""
 
-import base64
 import contextlib
 import hashlib
 import http.server
@@ -22,8 +21,6 @@ class Repository:
     commits: dict[str, Files] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     gated: bool = False  # its files, not their list
-    private: bool = False
-    messages: list[str] = field(default_factory=list)  # of commits that were uploaded
 
     def commit(self, files: Files, branch: str = "main") -> str:
         """A commit with exactly these files, to which the branch moves."""
@@ -41,8 +38,6 @@ class Hub:
     address: str
     repositories: dict[str, Repository] = field(default_factory=dict)
     downloads: list[str] = field(default_factory=list)  # files that were sent, by address
-    stored: dict[str, bytes] = field(default_factory=dict)  # large files that were uploaded, by their SHA-256
-    token: str = ""  # that may write; empty = any
     asked: list[str] = field(default_factory=list)  # every address that was asked for
 
     def repository(self, name: str) -> Repository:
@@ -96,53 +91,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             self.hub.downloads.append(unquote(path))
         self.answer(body=content, headers={"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit})
-
-    def do_POST(self) -> None:
-        """Uploads: a repository is made, then large files are stored, and a commit names all files."""
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append(path)
-        if self.hub.token and self.headers["Authorization"] != f"Bearer {self.hub.token}":
-            return self.answer(401)
-        parts = path.strip("/").split("/")
-        given = [json.loads(line) for line in body.splitlines()]
-        if path == "/api/validate-yaml":
-            return self.answer(body={"errors": [], "warnings": []})
-        if path == "/api/repos/create":
-            [asked] = given
-            name = f"{asked['organization']}/{asked['name']}"
-            found = {"url": f"{self.hub.address}/{name}"}
-            if f"models/{name}" in self.hub.repositories:
-                return self.answer(409, body=found)
-            private = asked.get("private") or asked.get("visibility") == "private"
-            self.hub.repository(f"models/{name}").private = bool(private)
-            return self.answer(body=found)
-        if path.endswith(".git/info/lfs/objects/batch"):
-            store = f"{self.hub.address}/store"
-            objects = [{**one, "actions": {"upload": {"href": f"{store}/{one['oid']}"}}} for one in given[0]["objects"]]
-            return self.answer(body={"transfer": "basic", "objects": objects})
-        if "preupload" in parts:
-            names = [one["path"] for one in given[0]["files"]]
-            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
-            files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]
-            return self.answer(body={"files": files})
-        _, kind, owner, name, *_ = parts
-        repository, files = self.hub.repository(f"{kind}/{owner}/{name}"), {}
-        for line in given:
-            value = line["value"]
-            if line["key"] == "header":
-                repository.messages.append(value["summary"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.hub.stored[value["oid"]]
-            else:
-                files[value["path"]] = base64.b64decode(value["content"])
-        commit = repository.commit(files)
-        self.answer(body={"commitUrl": f"{self.hub.address}/{owner}/{name}/commit/{commit}", "commitOid": commit})
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.hub.stored[hashlib.sha256(content).hexdigest()] = content
-        self.answer()
 
     def answer(self, status: int = 200, headers: dict[str, str] | None = None, body: object = None) -> None:
         """`body` is bytes, or an object that becomes JSON."""

@@ -1,14 +1,16 @@
-"""A stand-in for an OpenAI-compatible endpoint: an HTTP server that answers as a test says."""
+"""A stand-in for an OpenAI-compatible endpoint, in the place of httpx's network: it answers as a test says."""
 
+import asyncio
 import contextlib
-import http.server
+import functools
 import json
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
+
+import httpx
 
 
 @dataclass(frozen=True)
@@ -23,21 +25,28 @@ class Answer:
     finish_reason: str = "stop"
     wait_s: float = 0.0  # before the answer
     drip_s: float = 0.0  # between its bytes
-    endless_header: bool = False  # one that drips for ever
+
+    async def sent(self) -> AsyncIterator[bytes]:
+        choice = {"message": {"role": "assistant", "content": self.text}, "finish_reason": self.finish_reason}
+        body = self.body if self.body is not None else json.dumps({"choices": [choice], "usage": self.usage})
+        for byte in body.encode() if self.drip_s else ():
+            await asyncio.sleep(self.drip_s)
+            yield bytes([byte])
+        if not self.drip_s:
+            yield body.encode()
 
 
 @dataclass
 class JudgeServer:
     """Answers in the order of `script`, and then by `rule`."""
 
-    base_url: str
+    base_url: str = "http://judge/v1"
     script: list[Answer] = field(default_factory=list)
     rule: Callable[[str], Answer] = lambda prompt: Answer()
     asked: list[dict[str, Any]] = field(default_factory=list)  # bodies of requests
-    headers: list[dict[str, str]] = field(default_factory=list)
+    headers: list[httpx.Headers] = field(default_factory=list)
     most_at_once: int = 0
     at_once: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def prompts(self) -> list[str]:
@@ -49,57 +58,26 @@ class JudgeServer:
         found = [re.search(r"^<response-(\w+)>\n(.*)\n</response-\1>$", text, re.M | re.S) for text in self.prompts]
         return [match[2] if match else "" for match in found]
 
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    judge: JudgeServer
-
-    def do_POST(self) -> None:
-        judge = self.judge
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with judge.lock:
-            assert self.path == "/v1/chat/completions"
-            judge.asked.append(body)
-            judge.headers.append(dict(self.headers))
-            judge.at_once += 1
-            judge.most_at_once = max(judge.most_at_once, judge.at_once)
-            answer = judge.script.pop(0) if judge.script else judge.rule(body["messages"][0]["content"])
-        time.sleep(answer.wait_s)
-        with judge.lock:
-            judge.at_once -= 1
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._send(answer)
-
-    def _send(self, answer: Answer) -> None:
-        if answer.endless_header:
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
-            while True:
-                self.wfile.write(b"x")
-                self.wfile.flush()
-                time.sleep(0.02)
-        choice = {"message": {"role": "assistant", "content": answer.text}, "finish_reason": answer.finish_reason}
-        body = answer.body if answer.body is not None else json.dumps({"choices": [choice], "usage": answer.usage})
-        self.send_response(answer.status)
-        for name, value in {**answer.headers, "Content-Length": str(len(body.encode()))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        for part in [bytes([byte]) for byte in body.encode()] if answer.drip_s else [body.encode()]:
-            self.wfile.write(part)
-            self.wfile.flush()
-            time.sleep(answer.drip_s)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if not str(request.url).startswith(self.base_url):
+            raise httpx.ConnectError("no such host")
+        assert request.method == "POST" and request.url.path == "/v1/chat/completions"
+        self.asked.append(json.loads(request.content))
+        self.headers.append(request.headers)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        answer = self.script.pop(0) if self.script else self.rule(self.prompts[-1])
+        try:
+            await asyncio.sleep(answer.wait_s)
+        finally:
+            self.at_once -= 1
+        headers = {name: value.encode("latin-1") for name, value in answer.headers.items()}
+        return httpx.Response(answer.status, headers=headers, content=answer.sent())
 
 
 @contextlib.contextmanager
 def judge_server() -> Iterator[JudgeServer]:
-    handler = type("Handler", (_Handler,), {})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    handler.judge = JudgeServer(f"http://127.0.0.1:{server.server_port}/v1")
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield handler.judge
-    finally:
-        server.shutdown()
-        server.server_close()
+    server = JudgeServer()
+    client = functools.partial(httpx.AsyncClient, transport=httpx.MockTransport(server.answer))
+    with mock.patch.object(httpx, "AsyncClient", client):
+        yield server

@@ -6,6 +6,7 @@ import string
 
 import numpy as np
 
+from dapo_jax.config.sections import ArithmeticConfig
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 
@@ -15,23 +16,18 @@ COMMUTATIVE = "+*>"
 Problem = tuple[int, str, int]  # a, operator, b
 
 
-def arithmetic_rows(
-    *, operators: str, low: int, high: int, num_train: int, num_heldout: int, seed: int, template: str
-) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and held-out rows: distinct problems with both operands in [low, high].
+def arithmetic_rows(task: ArithmeticConfig, seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and held-out rows: distinct problems with both operands in [task.low, task.high].
 
     A family is never split between training and held-out rows: a + b together with b + a, or a problem without a
-    second order. The held-out rows do not depend on `num_train`.
-
-    Args:
-        operators: some of "+-*>", each once; a > b asks for the larger.
-        num_train: training problems; 0 = all that are not held out.
-        template: the prompt, with the fields {a}, {b} and {operator}; a single operator may be left out.
+    second order. The held-out rows do not depend on task.num_train, of which 0 is all that are not held out.
 
     Raises:
-        ValueError: arguments out of range, or too few problems exist.
+        InputError: options that do not fit each other, or too few problems exist.
     """
-    _check_arguments(operators, low, high, num_train, num_heldout, template)
+    _check_options(task)
+    operators, low, high, template = task.operators, task.low, task.high, task.template
+    num_train, num_heldout = task.num_train, task.num_heldout
     span = high - low + 1
     num_families = sum(_num_families(operator, span) for operator in operators)
 
@@ -61,17 +57,14 @@ def arithmetic_rows(
     )
 
 
-def _check_arguments(operators: str, low: int, high: int, num_train: int, num_heldout: int, template: str) -> None:
+def _check_options(task: ArithmeticConfig) -> None:
+    operators, low, high, template = task.operators, task.low, task.high, task.template
     if not operators or len(set(operators)) < len(operators) or not set(operators) <= set(OPERATORS):
         raise InputError(
             f"data.arithmetic.operators={operators!r} must be some of {''.join(OPERATORS)}, each once: correct it"
         )
     if low > high:
         raise InputError(f"data.arithmetic.low={low} must not exceed high={high}: swap them")
-    if num_train < 0 or num_heldout < 0:
-        raise InputError(
-            f"data.arithmetic.num_train={num_train}, num_heldout={num_heldout} must not be negative: raise them"
-        )
     try:
         fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
     except ValueError:  # a brace that is not closed

@@ -188,7 +188,7 @@ class Collected:
     metrics: dict[str, float]
     num_kept: int  # groups that passed the filter
     num_evaluated: int  # groups that were sampled
-    solved: bool = False  # nothing is left to learn from, see dynamic_sampling/too_few.py
+    solved: bool = False  # nothing is left to learn from, see dynamic_sampling/accepted.py
 
 
 def concatenate(parts: Sequence[Experience]) -> Experience:

@@ -58,9 +58,10 @@ def read_prompt_files(paths: Sequence[str], columns: Columns = VERL, *, names_so
     problems: list[str] = []
     for file, (entry, path) in ((file, (name, path)) for file, name in enumerate(paths) for path in data_files(name)):
         source = source_name(entry) if names_sources else ""
-        bad_rows, num_read, num_parsed = _BadRows(path), 0, 0
+        faults: list[tuple[int, Any, Problem]] = []
+        num_bad = num_read = num_parsed = 0
         for number, record in read_records(path, columns.answer_key):
-            if bad_rows.count >= MAX_BAD_ROWS:
+            if num_bad >= MAX_BAD_ROWS:
                 break
             num_read += 1
             if columns == VERL:
@@ -68,12 +69,13 @@ def read_prompt_files(paths: Sequence[str], columns: Columns = VERL, *, names_so
             if path.suffix == ".parquet" and isinstance(record, dict):
                 record = without_nulls(record, columns)
             row, row_problems = read_row(record, columns, f"{path} row {number}", source=source, file=file)
-            bad_rows.add(number, record, row_problems)
+            num_bad += row is None
+            faults += [(number, record, problem) for problem in row_problems]
             if row is not None:
                 rows.append(row)
                 given = None if columns.prompt_template else record[columns.prompt_of(record)]
                 num_parsed += not isinstance(row.prompt, str) and isinstance(given, str)
-        problems += bad_rows.lines(num_read)
+        problems += _described(path, faults, num_read)
         if num_parsed:
             logger.warning(
                 "%s: %s of %d rows holds chat messages as JSON text: they are taken as messages, not as plain text",
@@ -101,39 +103,32 @@ def source_names(entries: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names, start=1)]
 
 
-class _BadRows:
-    """What is wrong with the rows of a file. The same fault is listed once."""
+def _described(path: Path | epath.Path, faults: Sequence[tuple[int, Any, Problem]], num_read: int) -> list[str]:
+    """One line per fault of a file; and one with its columns and how to read them, if all rows lack one.
 
-    def __init__(self, path: Path | epath.Path) -> None:
-        self.path, self.count = path, 0
-        self._first: dict[str, tuple[int, Any, Problem]] = {}  # by kind: row, record and what is wrong
-        self._counts: Counter[str] = Counter()
-
-    def add(self, number: int, record: Any, problems: Sequence[Problem]) -> None:
-        self.count += bool(problems)
-        for problem in problems:
-            self._first.setdefault(problem.kind, (number, record, problem))
-            self._counts[problem.kind] += 1
-
-    def lines(self, num_read: int) -> list[str]:
-        """One line per fault; and one with the columns of the file and how to read them, if all rows lack one."""
-        lines, missing, other = [], set(), {}
-        for kind, (number, record, problem) in self._first.items():
-            count, line = self._counts[kind], f"{self.path} row {number}"
-            if count > 1:
-                line += f" and {count - 1} more of {num_read} rows"
-                line = f"{self.path}, all {num_read} rows" if count == num_read else line
-            lines.append(f"{line}: {problem.text}")
-            if problem.missing and count == num_read:
-                other = record
-                missing.add(problem.missing)
-        return [*lines, f"{self.path} has the columns {suggestion(other, missing)}"] if missing else lines
+    Args:
+        faults: row, record and what is wrong with it. The same kind is listed once.
+    """
+    counts, lines, missing, other = Counter(problem.kind for *_, problem in faults), [], set(), {}
+    first: dict[str, tuple[int, Any, Problem]] = {}
+    for fault in faults:
+        first.setdefault(fault[2].kind, fault)
+    for kind, (number, record, problem) in first.items():
+        count, where = counts[kind], f"{path} row {number}"
+        if count > 1:
+            where += f" and {count - 1} more of {num_read} rows"
+            where = f"{path}, all {num_read} rows" if count == num_read else where
+        lines.append(f"{where}: {problem.text}")
+        if problem.missing and count == num_read:
+            other = record
+            missing.add(problem.missing)
+    return [*lines, f"{path} has the columns {suggestion(other, missing)}"] if missing else lines
 
 
 def read_records(path: Path | epath.Path, answer_key: str = VERL.answer_key) -> Iterator[tuple[int, Any]]:
     """(row number from 1, decoded row) of one file; an undecodable line becomes its error."""
     if not path.is_file() or path.suffix not in SUFFIXES:
-        raise InputError(f"prompt file {path} {_wrong_path(path, SUFFIXES)}")
+        raise InputError(f"prompt file {path} {_wrong_path(path)}")
     if isinstance(path, Path) and not os.access(path, os.R_OK):
         raise InputError(f"prompt file {path} cannot be read by this user: change its permissions")
     if path.suffix == ".parquet":
@@ -210,17 +205,17 @@ def _lines(path: Path | epath.Path) -> Iterator[bytes]:
             yield line if number else line.removeprefix(codecs.BOM_UTF8)
 
 
-def _wrong_path(path: Path | epath.Path, suffixes: Sequence[str]) -> str:
-    """What is wrong with a path that is no file, or does not end in one of `suffixes`, and the fix."""
+def _wrong_path(path: Path | epath.Path) -> str:
+    """What is wrong with a path that is no file, or does not end in one of SUFFIXES, and the fix."""
     if path.is_dir():
-        files = {suffix: sorted(file.name for file in path.iterdir() if file.suffix == suffix) for suffix in suffixes}
+        files = {suffix: sorted(file.name for file in path.iterdir() if file.suffix == suffix) for suffix in SUFFIXES}
         found = next((names for names in files.values() if names), [])
         if not any(file.suffix == ".arrow" for file in path.iterdir()) or files.get(".parquet"):
-            there = f"name its files, {', '.join(found[:5])}" if found else f"it has no {' or '.join(suffixes)} files"
+            there = f"name its files, {', '.join(found[:5])}" if found else f"it has no {' or '.join(SUFFIXES)} files"
             return f"is a directory: {there}"
         return "is a directory of the library datasets: convert it by datasets.load_from_disk(path).to_parquet(...)"
     name = str(path)
-    if _HUB_NAME.fullmatch(name) and path.suffix not in (*suffixes, *_CONVERSIONS) and not path.parent.exists():
+    if _HUB_NAME.fullmatch(name) and path.suffix not in (*SUFFIXES, *_CONVERSIONS) and not path.parent.exists():
         cure = f"name a split of it, hf://{name}/SPLIT or hf://{name}/CONFIG/SPLIT"
         if found := [one for one, files in FILES.items() if any(f"/{name}/" in split for split in files.values())]:
             cure += f", or the files that `dapo-jax data {found[0]}` writes"
@@ -228,9 +223,9 @@ def _wrong_path(path: Path | epath.Path, suffixes: Sequence[str]) -> str:
             f"does not exist; if {name} is a data set of the Hugging Face hub, {cure} in data.train_files or "
             "data.val_files"
         )
-    if path.suffix not in suffixes and (path.suffix or path.exists()):
+    if path.suffix not in SUFFIXES and (path.suffix or path.exists()):
         cure = _CONVERSIONS.get(path.suffix, "convert it")
-        return f"ends in {path.suffix!r}, must end in one of {', '.join(suffixes)}: {cure}"
+        return f"ends in {path.suffix!r}, must end in one of {', '.join(SUFFIXES)}: {cure}"
     if made := [one for one, files in FILES.items() if any(name.endswith(f"/{file}") for file in files)]:
         return f"does not exist: `dapo-jax data {made[0]}` writes it to data/, or correct the path"
     return f"{'is not a file' if path.exists() else 'does not exist'}: correct the path or prepare the data"

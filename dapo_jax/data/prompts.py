@@ -5,19 +5,17 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import grain
 import numpy as np
 
+from dapo_jax.config.sections import DataConfig
 from dapo_jax.data.rows import PromptRow, duplicate_rows
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
-
-TRUNCATIONS = ("error", "left", "right", "middle")
 
 logger = logging.getLogger(__name__)
 
@@ -47,38 +45,22 @@ class PromptSet:
         return found.hexdigest()
 
 
-def tokenize_prompts(
-    rows: Sequence[PromptRow],
-    tokenizer: Tokenizer,
-    *,
-    max_prompt_length: int,
-    truncation: str,
-    filter_overlong: bool,
-    system_prompt: str | None,
-    chat_template_kwargs: Mapping[str, Any],
-) -> PromptSet:
-    """Tokenises all prompts; none of the result is empty or longer than `max_prompt_length` tokens.
+def tokenize_prompts(rows: Sequence[PromptRow], tokenizer: Tokenizer, data: DataConfig) -> PromptSet:
+    """Tokenises all prompts; none of the result is empty or longer than data.max_prompt_length tokens.
 
-    Logs how many rows repeat another and how many were too long, dropped or cut.
-
-    Args:
-        truncation: what to do with a longer prompt: "error", or cut it on the "left", on the "right" or in
-            the "middle" (like verl: half of the limit is kept at each end, the odd token on the right).
-        filter_overlong: drop longer prompts instead.
+    A longer one is dropped with data.filter_overlong_prompts; else data.truncation says what to do: "error", or cut it
+    on the "left", on the "right" or in the "middle" (like verl: half of the limit is kept at each end, the odd token on
+    the right). Logs how many rows repeat another and how many were too long, dropped or cut.
 
     Raises:
-        ValueError: a longer prompt with "error", an empty prompt, or no prompt is left.
+        InputError: a longer prompt with "error", an empty prompt, or no prompt is left.
     """
-    if truncation not in TRUNCATIONS:
-        raise InputError(f"truncation={truncation!r} must be one of {', '.join(TRUNCATIONS)}: correct it")
-    if max_prompt_length < 1:
-        raise InputError(f"max_prompt_length={max_prompt_length} must be at least 1: raise it")
+    max_prompt_length, filter_overlong = data.max_prompt_length, data.filter_overlong_prompts
     identities = [row.identity[0] for row in rows]
     distinct = dict(zip(identities, rows, strict=True))  # published data sets repeat a prompt up to a hundred times
     tokens = tokenizer.encode_prompts(
         [row.prompt for row in distinct.values()],
-        system_prompt=system_prompt,
-        chat_template_kwargs=chat_template_kwargs,
+        data,
         template_kwargs=[row.template_kwargs for row in distinct.values()],
     )
     known = dict(zip(distinct, tokens, strict=True))
@@ -87,7 +69,7 @@ def tokenize_prompts(
     max_length = max(map(len, encoded), default=0)
     if [] in encoded:
         raise InputError(f"the prompt of {rows[encoded.index([])].origin} has no tokens: fill or remove it")
-    if overlong and truncation == "error" and not filter_overlong:
+    if overlong and data.truncation == "error" and not filter_overlong:
         raise InputError(
             f"{len(overlong)} of {len(rows)} prompts are longer than max_prompt_length={max_prompt_length} "
             f"tokens (longest {max_length}; the first is {rows[overlong[0]].origin}): raise data.max_prompt_length, "
@@ -111,17 +93,11 @@ def tokenize_prompts(
     )
     if duplicates := duplicate_rows(rows):
         logger.warning("%d of %d prompts repeat an earlier row's prompt and ground truth", duplicates, len(rows))
-    tokens = [truncate(encoded[index], max_prompt_length, truncation) for index in kept]
+    tokens = [truncate(encoded[index], max_prompt_length, data.truncation) for index in kept]
     return PromptSet([rows[index] for index in kept], tokens)
 
 
-def hinted_prompts(
-    rows: Sequence[PromptRow],
-    tokenizer: Tokenizer,
-    *,
-    system_prompt: str | None,
-    chat_template_kwargs: Mapping[str, Any],
-) -> list[list[int]]:
+def hinted_prompts(rows: Sequence[PromptRow], tokenizer: Tokenizer, data: DataConfig) -> list[list[int]]:
     """Token ids of the prompts with each row's reference solution at the start of the last user turn.
 
     The solution is extra_info["solution"], else the ground truth.
@@ -131,8 +107,7 @@ def hinted_prompts(
     """
     return tokenizer.encode_prompts(
         [_with_hint(row, tokenizer.special_tokens.get("bos_token", "")) for row in rows],
-        system_prompt=system_prompt,
-        chat_template_kwargs=chat_template_kwargs,
+        data,
         template_kwargs=[row.template_kwargs for row in rows],
     )
 

@@ -1,4 +1,4 @@
-"""Host: problems that the library reasoning-gym generates (Stojanovski et al., arXiv:2505.24760).
+"""Host: problems that the library reasoning-gym generates (Stojanovski et al., arXiv:2505.24760), and their verifier.
 
 A problem is a function of (data set, seed, index) alone. A row carries these three, and the verifier generates the
 problem from them again: what the library needs to score an answer often cannot be written as JSON.
@@ -8,6 +8,7 @@ import copy
 import difflib
 import functools
 import hashlib
+import re
 import string
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.config.sections import ReasoningGymConfig
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 
@@ -23,34 +25,54 @@ SOURCE_PREFIX = "reasoning_gym/"  # of data_source, before the name of the data 
 UNREPEATABLE = frozenset("isomorphic_strings knight_swap polynomial_multiplication ransom_note word_ladder".split())
 SIZE = 10_000  # of a data set; the few that generate all of their problems at once have no more
 MAX_DRAWS = 20  # per problem, before a data set counts as too small
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def reasoning_gym_rows(
-    datasets: Sequence[str], *, num_train: int, num_heldout: int, seed: int, template: str
-) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and held-out rows without repeated questions.
+def reasoning_gym_rows(task: ReasoningGymConfig, seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and held-out rows of each data set, without repeated questions.
 
-    The held-out rows do not depend on `num_train`.
-
-    Args:
-        datasets: names of the library's data sets.
-        num_train, num_heldout: problems of each data set.
-        template: the user's message, with the field {question}.
+    The held-out rows do not depend on task.num_train.
 
     Raises:
-        ValueError: the library is not installed, a name is unknown or unrepeatable, or a data set has too few problems.
+        InputError: the library is not installed, a name is unknown or unrepeatable, or a data set has too few problems.
     """
+    template, num_heldout = task.template, task.num_heldout
     fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
     if fields != {"question"}:
         raise InputError(f"template={template!r} must have the field {{question}} and no others: correct it")
-    check_names(datasets)
+    check_names(task.datasets)
     library_seed = int(np.random.SeedSequence(seed).generate_state(1)[0]) // 2  # the library adds the index to it
     train, heldout = [], []
-    for name in datasets:
-        rows = _distinct_rows(name, library_seed, num_heldout + num_train, template)
+    for name in task.datasets:
+        rows = _distinct_rows(name, library_seed, num_heldout + task.num_train, template)
         heldout += [next(rows) for _ in range(num_heldout)]
         train += rows
     return _with_split(train, "train"), _with_split(heldout, "heldout")
+
+
+def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """The library's score, 0 to 1, of the last `<answer>...</answer>`, or of the whole solution without one.
+
+    acc is 1 only for a full score. Many answers may be right, so the ground truth is not read: the problem is
+    generated again from extra_info.
+
+    Raises:
+        ValueError: extra_info does not name a problem, or this process generates a different one from it.
+    """
+    name = data_source.removeprefix(SOURCE_PREFIX)
+    try:
+        seed, index, digest = (extra_info[key] for key in ("seed", "index", "digest"))
+    except KeyError as error:
+        raise ValueError(f"extra_info lacks {error}: take rows of data.task=reasoning_gym") from error
+    dataset, entry = problem(name, seed, index)
+    if digest(entry["question"]) != digest:
+        raise ValueError(
+            f"{name} generates different problems in each process: remove it from data.reasoning_gym.datasets"
+        )
+    answers = _ANSWER.findall(solution)
+    pred = (answers[-1] if answers else solution).strip()
+    value = float(dataset.score_answer(pred, entry))
+    return {"score": value, "acc": value >= 1, "pred": pred}
 
 
 def problem(name: str, seed: int, index: int) -> tuple[Any, dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
+from dapo_jax.config.sections import DataConfig
 from dapo_jax.data import tokenizer_files
 from dapo_jax.data.chat_template import Conversation, render
 from dapo_jax.data.tokenizer_files import without_panic
@@ -67,39 +68,35 @@ class Tokenizer:
         with without_panic(self.origin):
             return self.backend.decode(kept, skip_special_tokens=skip_special_tokens)
 
-    def encode_prompt(self, prompt: Prompt, *, response: str | None = None, **settings: Any) -> list[int]:
-        """`encode_prompts` for one prompt."""
-        return self.encode_prompts([prompt], responses=[response], **settings)[0]
-
     def encode_prompts(
         self,
         prompts: Sequence[Prompt],
+        data: DataConfig,
         *,
-        system_prompt: str | None,
-        chat_template_kwargs: Mapping[str, Any],
         template_kwargs: Sequence[Mapping[str, Any]] | None = None,
-        responses: Sequence[str | None] | None = None,
+        responses: Sequence[str] | None = None,
     ) -> list[list[int]]:
         """Token ids of chat messages, up to the start of the answer, or of plain text.
 
-        `system_prompt` precedes messages without a system message; None leaves that to the template. Messages that end
-        with one of the assistant are the beginning of its answer, which goes on there. Plain text gets neither template
-        nor system prompt. A response ends the conversation.
+        `data.system_prompt` precedes messages without a system message; None leaves that to the template. Messages that
+        end with one of the assistant are the beginning of its answer, which goes on there. Plain text gets neither
+        template nor system prompt. A response ends the conversation.
 
         Args:
-            template_kwargs: of each prompt, on top of `chat_template_kwargs`.
+            template_kwargs: of each prompt, on top of `data.chat_template_kwargs`.
         """
-        own = template_kwargs or [{}] * len(prompts)
-        responses = responses or [None] * len(prompts)
-        chats = {
-            index: self._conversation(prompt, system_prompt, {**chat_template_kwargs, **own[index]}, responses[index])
-            for index, prompt in enumerate(prompts)
+        common = json.loads(data.chat_template_kwargs)
+        own, said = template_kwargs or [{}] * len(prompts), responses or [None] * len(prompts)
+        rows = list(zip(prompts, own, said, strict=True))
+        chats = [
+            self._conversation(prompt, data.system_prompt, {**common, **kwargs}, response)
+            for prompt, kwargs, response in rows
             if not isinstance(prompt, str)
-        }
-        texts = dict(zip(chats, self._render(list(chats.values())), strict=True))
+        ]
+        texts = iter(self._render(chats))
         return [
-            self._encode_text(prompt + (response or "")) if isinstance(prompt, str) else self.encode(texts[index])
-            for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+            self._encode_text(prompt + (response or "")) if isinstance(prompt, str) else self.encode(next(texts))
+            for prompt, _, response in rows
         ]
 
     def _conversation(
@@ -166,14 +163,26 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer path {str(path)!r} must be an existing directory with tokenizer.json: correct the path or "
             "download the model first"
         )
-    tokenizer = _from_directory(path)
-    for name, index in (*(("eos_token_id", index) for index in tokenizer.eos_ids), ("pad_token_id", tokenizer.pad_id)):
+    settings = tokenizer_files.read_settings(path)
+    backend = tokenizer_files.read_backend(path, settings)
+    special_tokens = tokenizer_files.special_tokens(settings)
+    eos_ids = tokenizer_files.end_ids(path, backend, special_tokens.get("eos_token"))
+    pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
+    pad_id = eos_ids[0] if pad_id is None else pad_id
+    for name, index in (*(("eos_token_id", index) for index in eos_ids), ("pad_token_id", pad_id)):
         known = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < MAX_TOKENS
-        if not known or tokenizer.backend.id_to_token(index) is None:
+        if not known or backend.id_to_token(index) is None:
             raise InputError(f"{path}: {name}={index!r} must be a token of the tokenizer: correct its files")
-    if tokenizer.add_bos and "bos_token" not in tokenizer.special_tokens:
+    origin = str(path / "tokenizer.json")
+    add_bos = settings.get("add_bos_token")
+    if add_bos is None:  # the post-processor of tokenizer.json decides
+        with without_panic(origin):
+            first = backend.encode("").tokens[:1]
+        add_bos = first != [] and first == [special_tokens.get("bos_token")]
+    if add_bos and "bos_token" not in special_tokens:
         raise InputError(f"{path}: add_bos_token is true, so there must be a bos_token: name it or set false")
-    return tokenizer
+    template = tokenizer_files.chat_template(path, settings.get("chat_template"))
+    return Tokenizer(backend, eos_ids, pad_id, special_tokens, add_bos, template, origin)
 
 
 def within_rows(tokenizer: Tokenizer, num_rows: int) -> Tokenizer:
@@ -220,26 +229,4 @@ def piece_tokenizer(pieces: Iterable[str], pattern: str, chat_template: str) -> 
         special_tokens=special_tokens,
         add_bos=False,
         chat_template=chat_template,
-    )
-
-
-def _from_directory(directory: Path) -> Tokenizer:
-    settings = tokenizer_files.read_settings(directory)
-    backend = tokenizer_files.read_backend(directory, settings)
-    special_tokens = tokenizer_files.special_tokens(settings)
-    eos_ids = tokenizer_files.end_ids(directory, backend, special_tokens.get("eos_token"))
-    pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
-    add_bos = settings.get("add_bos_token")
-    if add_bos is None:  # the post-processor of tokenizer.json decides
-        with without_panic(str(directory / "tokenizer.json")):
-            first = backend.encode("").tokens[:1]
-        add_bos = first != [] and first == [special_tokens.get("bos_token")]
-    return Tokenizer(
-        backend=backend,
-        eos_ids=eos_ids,
-        pad_id=eos_ids[0] if pad_id is None else pad_id,
-        special_tokens=special_tokens,
-        add_bos=add_bos,
-        chat_template=tokenizer_files.chat_template(directory, settings.get("chat_template")),
-        origin=str(directory / "tokenizer.json"),
     )

@@ -21,10 +21,10 @@ from typing import Any
 from dapo_jax.config.sections import JudgeConfig
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
-from dapo_jax.rewards.judge_client import Breaker, Reply, RequestFailed, open_endpoint, set_within
+from dapo_jax.rewards.judge_client import Breaker, Endpoint, Reply, RequestFailed, set_within
 from dapo_jax.rewards.judge_prompt import NoVerdict, fill_in, new_tag, read_score, read_template
 from dapo_jax.rewards.judge_store import JudgeStore
-from dapo_jax.rewards.results import short
+from dapo_jax.rewards.messages import short
 from dapo_jax.rewards.verdicts import JUDGE_ERROR, ScoreRequest, Verdict, Verifiers, no_verdict
 from dapo_jax.rewards.weighted import JUDGE, is_weighted, parse_parts
 
@@ -54,7 +54,7 @@ class Judge:
                 "reward.judge.template has no {tag}: a response can forge the delimiter; wrap it in {tag}, which "
                 "changes with every request (docs/rewards.md)"
             )
-        self._endpoint = open_endpoint(settings)
+        self._endpoint = Endpoint(settings)
         self._name = f"the judge {settings.model!r} at reward.judge.base_url={settings.base_url}"
         self._breaker = Breaker(self._name, patience_s=settings.patience_s, wait_s=settings.backoff_s)
         self._store = JudgeStore(folder / f"answers_{process}.sqlite", settings, num_processes)
@@ -127,7 +127,7 @@ class Judge:
         cost = f", cost {paid:.4g}" if (paid := self._store.cost(*spent[1:])) else ""
         _log.info("the judge was asked %d times, %d + %d tokens%s; answers are in %s", *spent, cost, self._store.path)
         if not late:
-            await self._endpoint.client.aclose()
+            await self._endpoint.close()
             await self._stored(self._store.close)
             self._disk.shutdown(wait=False)
         return not late
@@ -170,7 +170,8 @@ class Judge:
     async def _reply(self, values: Mapping[str, str]) -> Reply:
         """The judge's reply: of a request on its way, kept, or new."""
         settings = self._settings
-        key = _key(settings.base_url, settings.model, settings.max_tokens, settings.extra_body, self._template, values)
+        of_judge = settings.base_url, settings.model, settings.max_tokens, settings.extra_body, self._template
+        key = hashlib.sha256(json.dumps([*of_judge, values], sort_keys=True).encode()).hexdigest()  # all but the tag
         if is_new := key not in self._asking:
             self._asking[key] = asyncio.create_task(self._kept_or_new(key, values))
             self._asking[key].add_done_callback(lambda _: self._asking.pop(key))
@@ -215,11 +216,6 @@ class Judge:
             raise AssertionError("the last attempt returns or raises")
         finally:
             self._counts["seconds"] += time.monotonic() - start
-
-
-def _key(*parts: object) -> str:
-    """A hash of all that the judge's answer depends on, but for the tag."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class JudgedVerifiers(Verifiers):

@@ -11,8 +11,8 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dapo_jax.config.sections import JudgeConfig
 from dapo_jax.errors import InputError
@@ -55,30 +55,46 @@ class RequestFailed(Exception):
         self.again, self.wait_s = again, wait_s
 
 
-@dataclass(frozen=True)
 class Endpoint:
     """The judge of `settings`."""
 
-    settings: JudgeConfig
-    extra: dict[str, Any]  # further fields of a request; None leaves a field out
-    client: "httpx.AsyncClient" = field(repr=False)
-    key: str = field(repr=False)
+    def __init__(self, settings: JudgeConfig) -> None:
+        """InputError if httpx or the key is missing."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise InputError(
+                f"reward.function=judge needs the library httpx ({error}): pip install 'dapo_jax[judge]'"
+            ) from error
+        key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
+        if settings.api_key_env and not (key and key.isascii() and key.isprintable()):
+            raise InputError(
+                f"reward.judge.api_key_env={settings.api_key_env!r} must be an environment variable that holds the "
+                f"key: export {settings.api_key_env}=..., or set it to '' for an endpoint without keys"
+            )
+        self._settings, self._key = settings, key
+        self._extra = json.loads(settings.extra_body)  # further fields of a request; None leaves a field out
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        most = settings.max_concurrency
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
+        self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
+        self.close = self._client.aclose
 
     async def ask(self, prompt: str) -> Reply:
         """One attempt. RequestFailed if there is no reply."""
         import httpx
 
-        settings, content = self.settings, bytearray()
+        settings, content = self._settings, bytearray()
         body = {
             "model": settings.model,
             "messages": [{"role": "user", "content": prompt.encode("utf-8", "replace").decode()}],
             "temperature": 0,
             "max_tokens": settings.max_tokens,
-        } | self.extra
+        } | self._extra
         body = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         url = f"{settings.base_url.rstrip('/')}/chat/completions"
         try:  # httpx limits only each read, and asyncio the whole request
-            async with asyncio.timeout(settings.timeout_s), self.client.stream("POST", url, content=body) as response:
+            async with asyncio.timeout(settings.timeout_s), self._client.stream("POST", url, content=body) as response:
                 async for part in response.aiter_bytes():
                     content += part
                     if len(content) > MAX_BYTES:
@@ -107,32 +123,12 @@ class Endpoint:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             start = self._clean(content[:2000].decode("utf-8", "replace"))[:MAX_QUOTED]
             raise RequestFailed(f"the answer is not a chat completion ({error!r}): {start!r}") from error
-        if self.settings.max_cost and not usage:
+        if self._settings.max_cost and not usage:
             raise RequestFailed("the answer has no usage, so reward.judge.max_cost cannot hold: set it to 0")
         return Reply(text, choice.get("finish_reason") != "length", *counts)
 
     def _clean(self, text: str) -> str:
-        return text.replace(self.key, "***") if self.key else text
-
-
-def open_endpoint(settings: JudgeConfig) -> Endpoint:
-    """The endpoint of reward.judge. InputError if httpx or the key is missing."""
-    try:
-        import httpx
-    except ImportError as error:
-        raise InputError(
-            f"reward.function=judge needs the library httpx ({error}): pip install 'dapo_jax[judge]'"
-        ) from error
-    key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
-    if settings.api_key_env and not (key and key.isascii() and key.isprintable()):
-        raise InputError(
-            f"reward.judge.api_key_env={settings.api_key_env!r} must be an environment variable that holds the key: "
-            f"export {settings.api_key_env}=..., or set it to '' for an endpoint without keys"
-        )
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    limits = httpx.Limits(max_connections=settings.max_concurrency, max_keepalive_connections=settings.max_concurrency)
-    client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
-    return Endpoint(settings, json.loads(settings.extra_body), client, key)
+        return text.replace(self._key, "***") if self._key else text
 
 
 def _retry_after(headers: "httpx.Headers") -> float:

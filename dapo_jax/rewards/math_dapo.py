@@ -95,13 +95,17 @@ def normalize(answer: str) -> str:
 def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}`; None if there is none or its braces do not close."""
     _, box, rest = text.rpartition(r"\boxed{")
-    if not box:
-        return None
-    depth = 1
-    for position, character in enumerate(rest):
+    end = end_of_braces("{" + rest) if box else None
+    return None if end is None else rest[: end - 2]
+
+
+def end_of_braces(text: str) -> int | None:
+    """Where the `{...}` at the start of `text` ends; None if there is none or it does not close."""
+    depth = 0
+    for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[:position]
+        if depth <= 0:
+            return position + 1 if position else None
     return None
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
+from dapo_jax.rewards.math_dapo import end_of_braces
 from dapo_jax.rewards.numerals import NUMBER, SPACE
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
@@ -73,28 +74,18 @@ def _last_answer(solution: str) -> str:
     if tag and end_tag and not _BOX.search(after):
         solution = tagged.strip()
     *before, tail = _BOX.split(solution)
-    end = _end_of_braces(tail)
+    end = end_of_braces(tail)
     if not before:
         return _boxed(solution) if tag else _CHINESE.sub(" ", solution.replace("答案", " answer "))
     if end is None:
         return r"\boxed" + tail
     contents = [tail[1 : end - 1]]
     for part in reversed(before[1:]):
-        part_end = _end_of_braces(part)
+        part_end = end_of_braces(part)
         if part_end is None or not _BETWEEN_LISTED.fullmatch(_LAYOUT.sub(" ", part[part_end:])):
             break
         contents.insert(0, part[1 : part_end - 1])
     return rf"\boxed{{{','.join(contents)}}}"
-
-
-def _end_of_braces(text: str) -> int | None:
-    """Where the `{...}` at the start of `text` ends; None if there is none or it does not close."""
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth <= 0:
-            return position + 1 if position else None
-    return None
 
 
 def _boxed(tagged: str) -> str:

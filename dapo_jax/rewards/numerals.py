@@ -1,4 +1,4 @@
-r"""Host: numbers in a text, read alike by all verifiers that compare numbers.
+r"""Host: numbers in a text, read alike by all verifiers that compare numbers; those of arithmetic and of GSM8K.
 
     -5  +5  -5 with any minus sign   1,234  1 234  1{,}234  1\,234 (groups of three, one separator)   .5   1.5e3
     10^5   10^{-2}   3 \times 10^8
@@ -9,6 +9,7 @@ A number is spelled without separators, leading zeros and trailing zero decimals
 import re
 from collections import deque
 from decimal import Decimal
+from typing import Any
 
 MINUS = "\u2212\u2013\u2010\u2011\u2012\ufe63\uff0d-"  # minus sign, dashes, hyphens
 SPACE = r"(?:,\\!|\{,\}|\\[,;: ]|[ ~\u00a0\u2009\u202f])"  # between groups of digits, where there is no comma
@@ -24,6 +25,38 @@ NUMBER = re.compile(
 _OPERAND = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9][ \t]+)\Z")  # what a minus after it is subtracted from
 _UNREAD = re.compile(r"\s*\^(?!\s*\{?\s*\\circ)|[\u00b2\u00b3\u00b9\u2070-\u207e]")  # a power after a number
 _MOST_DIGITS = 1000  # of a power
+_WINDOW = 300  # only the last characters of a solution to GSM8K are searched for the answer, as in verl
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
+
+
+def arithmetic(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """1 if the last number in the solution equals the ground truth, else 0."""
+    expected = whole_number(ground_truth)
+    if expected is None:
+        raise ValueError(f"ground_truth={ground_truth!r} must be a number: correct the data row")
+    return _compared(last_number(solution), expected)
+
+
+def gsm8k(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """1 if the last `#### <number>` is spelled like the ground truth, thousands commas aside; else 0.
+
+    GSM8K: Cobbe et al., arXiv:2110.14168.
+    """
+    numbers = _MARKED.findall(solution[-_WINDOW:])
+    return _compared(numbers[-1].replace(",", "") if numbers else "", ground_truth.replace(",", ""))
+
+
+def gsm8k_flexible(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """1 if the last number equals the ground truth, else 0.
+
+    verl's flexible method compares the spelling, punctuation included, so `It is 34.` is wrong there.
+    """
+    return _compared(last_number(solution[-_WINDOW:]), whole_number(ground_truth))
+
+
+def _compared(pred: str, expected: str | None) -> dict[str, Any]:
+    correct = pred != "" and pred == expected
+    return {"score": float(correct), "acc": correct, "pred": pred}
 
 
 def last_number(text: str) -> str:

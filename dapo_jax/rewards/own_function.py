@@ -48,7 +48,10 @@ def called_with_four(given: str, function: Callable[..., Any]) -> Callable[..., 
     if "completions" in parameters:
         return _of_trl(given, function, parameters)
     if any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
-        _check(given, function, lambda signature: signature.bind(*_ALL))
+        try:
+            inspect.signature(function).bind(*_ALL)
+        except TypeError as error:
+            _refuse(given, function, f"takes {inspect.signature(function)} ({error}): change its parameters")
         return lambda *values: _awaited(function(*values))
     chosen = taken(given, function)
     by_order = [
@@ -127,14 +130,6 @@ def _awaited(result: Any) -> Any:
         return await result
 
     return _LOOPS.runner.run(wait())
-
-
-def _check(given: str, function: Callable[..., Any], bind: Callable[[inspect.Signature], Any]) -> None:
-    signature = inspect.signature(function)
-    try:
-        bind(signature)
-    except TypeError as error:
-        _refuse(given, function, f"takes {signature} ({error}): change its parameters")
 
 
 def _refuse(given: str, function: Callable[..., Any], reason: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig, RewardConfig
+from dapo_jax.config.sections import RewardConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
@@ -30,8 +30,7 @@ class RewardPipeline:
     verifiers: Mapping[str, Verifiers]  # by function name
     function: str  # for the training problems
     scorer: ModelScorer | None  # None without a reward model
-    overlong_buffer: OverlongBufferConfig
-    length: LengthRewardConfig
+    settings: RewardConfig
     max_response_length: int  # tokens
     mesh: Mesh  # of the sampler
     stage: Stage
@@ -77,8 +76,8 @@ class RewardPipeline:
         with self.stage("shape"):
             return add_rewards(
                 experience,
-                self.overlong_buffer,
-                self.length,
+                self.settings.overlong_buffer,
+                self.settings.length,
                 max_response_length=self.max_response_length,
                 mesh=self.mesh,
             )

@@ -1,7 +1,6 @@
 """Host: from the verifiers' scores to rewards: adds the reward model's score, overlong penalty and length reward."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +17,10 @@ from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.flops import TokenFlops, token_flops
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.identity import Identity, identity
-from dapo_jax.models.load import load_params, read_model_architecture
-from dapo_jax.models.weights import weight_table
+from dapo_jax.models.load import load_params
+from dapo_jax.models.weights import build_freeze, weight_table
 from dapo_jax.parallel.checksums import digest
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import (
@@ -32,7 +32,7 @@ from dapo_jax.parallel.sharding import (
     put,
     put_rows,
 )
-from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
+from dapo_jax.rewards.reward_model import build_scores
 from dapo_jax.rewards.shaping import length_rewards, shape_rewards
 
 
@@ -40,17 +40,13 @@ from dapo_jax.rewards.shaping import length_rewards, shape_rewards
 class ModelScorer:
     """Scores conversations with a reward model, using its own tokenizer and chat template."""
 
-    model: RewardModel
-    params: Any
+    scores: Callable[[Any, jax.Array, jax.Array], jax.Array]  # of `build_scores`
+    params: Any  # in the dtype of matrix products
     flops: TokenFlops  # of the model
     tokenizer: Tokenizer
     mesh: Mesh
-    micro_batch_rows: int  # conversations per forward pass, over all devices
-    max_length: int  # tokens; a longer conversation loses its start
-    weight: float  # of the reward model's score in the sum
-    function_weight: float  # of the verifier's score
-    system_prompt: str | None
-    chat_template_kwargs: dict[str, Any]
+    settings: RewardModelConfig
+    data: DataConfig
     identity: Identity
 
     def score(
@@ -62,24 +58,21 @@ class ModelScorer:
         """The reward model's score [B] of each prompt (messages or text) with its response, and the work.
 
         Args:
-            template_kwargs: of each prompt, on top of `chat_template_kwargs`.
+            template_kwargs: of each prompt, on top of `data.chat_template_kwargs`.
         """
         conversations = self.tokenizer.encode_prompts(
-            prompts,
-            system_prompt=self.system_prompt,
-            chat_template_kwargs=self.chat_template_kwargs,
-            template_kwargs=template_kwargs,
-            responses=responses,
+            prompts, self.data, template_kwargs=template_kwargs, responses=responses
         )
-        conversations = [tokens[-self.max_length :] for tokens in conversations]
-        lengths, rows = np.array([len(tokens) for tokens in conversations]), self.micro_batch_rows
+        conversations = [tokens[-self.settings.max_length :] for tokens in conversations]
+        lengths = np.array([len(tokens) for tokens in conversations])
+        rows = self.settings.micro_batch_size_per_device * num_batch_shards(self.mesh)
         batches = plan_batches(lengths, rows)
         scores = np.zeros(len(conversations), np.float32)
         for chosen, width in batches:
             part = [conversations[index] for index in chosen]
             tokens, mask = pad_prompts(part + part[-1:] * (rows - len(part)), width, self.tokenizer.pad_id)
             arrays = put((tokens, mask), batch_sharding(self.mesh))
-            scores[chosen] = fetch(self.model.scores(self.params, *arrays))[: len(part)]
+            scores[chosen] = fetch(self.scores(self.params, *arrays))[: len(part)]
         return scores, scoring_work(lengths, batches, rows, self.flops)
 
 
@@ -117,7 +110,7 @@ def load_scorer(settings: RewardModelConfig, data: DataConfig, dtype: Any, mesh:
             mesh does not divide its weights.
     """
     path = model_at(settings.path, weights=True)
-    arch = read_model_architecture(path)
+    arch = read_architecture(path)
     if not arch.scalar_head:
         raise InputError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")
     tokenizer = within_rows(load_tokenizer(path), arch.vocab_size)
@@ -129,22 +122,18 @@ def load_scorer(settings: RewardModelConfig, data: DataConfig, dtype: Any, mesh:
     problems = indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES)
     if problems:
         raise InputError(f"the mesh does not fit reward.model.path={settings.path}: " + "; ".join(problems))
-    model, params = build_reward_model(arch, dtype, mesh), load_params(path, arch, place_weight(mesh, TRAIN_RULES))
+    params = load_params(path, arch, place_weight(mesh, TRAIN_RULES))
     known = identity(arch, digest(params))
     with jax.set_mesh(mesh):  # other devices than those that train, with trainer.rollout_ahead
-        params = model.freeze(params)
+        params = build_freeze(arch, dtype, mesh)(params)
     return ModelScorer(
-        model=model,
+        scores=build_scores(arch, mesh),
         params=params,
         flops=token_flops(arch),
         tokenizer=tokenizer,
         mesh=mesh,
-        micro_batch_rows=settings.micro_batch_size_per_device * num_batch_shards(mesh),
-        max_length=settings.max_length,
-        weight=settings.weight,
-        function_weight=settings.function_weight,
-        system_prompt=data.system_prompt,
-        chat_template_kwargs=json.loads(data.chat_template_kwargs),
+        settings=settings,
+        data=data,
         identity=known,
     )
 
@@ -165,7 +154,8 @@ def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelSc
         [row.template_kwargs for row in rows],
     )
     found = np.where(experience.known, found.astype(np.float64).reshape(experience.finished.shape), np.nan)
-    score = scorer.function_weight * experience.scores["score"] + scorer.weight * found
+    settings = scorer.settings
+    score = settings.function_weight * experience.scores["score"] + settings.weight * found
     if not verified:
         rest = {name: values for name, values in experience.scores.items() if name != "acc"}
         experience = replace(experience, scores=rest)

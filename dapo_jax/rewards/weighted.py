@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_jax.errors import InputError
-from dapo_jax.rewards.messages import MAX_NUMBERS
-from dapo_jax.rewards.results import normalize_result
+from dapo_jax.rewards.messages import MAX_NUMBERS, normalize_result
 
 EXAMPLE = '{"correct": "math_dapo", "format": {"function": "FILE.py:format_score", "weight": 0.2}}'
 MAX_PARTS = MAX_NUMBERS // 2  # a verdict also has their sum, acc and further numbers of the functions
@@ -104,10 +103,14 @@ def weighted(parts: Sequence[Part], verifiers: Sequence[Callable[..., Any]]) -> 
         found: dict[str, Any] = {}
         total = 0.0
         for part, verifier in zip(parts, verifiers, strict=True):
-            judged = _judged(part, verifier, arguments)
-            if judged is None:
-                return None
-            numbers, pred = judged
+            try:
+                result = verifier(*arguments)
+                if result is None:
+                    return None
+                numbers, pred = normalize_result(result)
+            except Exception as error:
+                error.add_note(f"({part.name!r} of reward.functions)")
+                raise
             if part is parts[0]:
                 found |= {"acc": numbers["acc"], "pred": pred}
             total += part.weight * numbers["score"]
@@ -116,14 +119,3 @@ def weighted(parts: Sequence[Part], verifiers: Sequence[Callable[..., Any]]) -> 
         return {"score": total, **found}
 
     return score
-
-
-def _judged(
-    part: Part, verifier: Callable[..., Any], arguments: Sequence[Any]
-) -> tuple[dict[str, float], str | None] | None:
-    try:
-        result = verifier(*arguments)
-        return None if result is None else normalize_result(result)
-    except Exception as error:
-        error.add_note(f"({part.name!r} of reward.functions)")
-        raise

@@ -16,8 +16,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dapo_jax.rewards.messages import NO_VERDICT, Answer, decode_request, encode_answer, receive, send
-from dapo_jax.rewards.results import normalize_result, short
+from dapo_jax.rewards.messages import (
+    NO_VERDICT,
+    Answer,
+    decode_request,
+    encode_answer,
+    normalize_result,
+    receive,
+    send,
+    short,
+)
 from dapo_jax.rewards.session import of_session, received
 from dapo_jax.rewards.verifiers import Verifier, load_verifier
 from dapo_jax.rewards.weighted import described

@@ -7,25 +7,127 @@ trainer's process, and the pool trusts nothing that a worker sends (`messages`).
 import logging
 import os
 import queue
+import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import without_secrets
-from dapo_jax.rewards.messages import NO_VERDICT, MalformedAnswer
+from dapo_jax.rewards.messages import (
+    MAX_ANSWER,
+    NO_VERDICT,
+    Answer,
+    MalformedAnswer,
+    decode_answer,
+    decode_start,
+    receive,
+    send,
+)
 from dapo_jax.rewards.session import pickles
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers, encoded, no_verdict
-from dapo_jax.rewards.worker_process import Worker
+from dapo_jax.rewards.weighted import described
+
+_START_LIMIT_S = 120.0  # for a worker to load its verifier
+_REAP_LIMIT_S = 10.0  # for the system to end a killed process
 
 _log = logging.getLogger(__name__)
+
+
+class Worker:
+    """One worker process and the pool's end of its connection. Only one thread may use it at a time.
+
+    Not multiprocessing: forking a process in which JAX runs threads can deadlock, and spawn imports the main module
+    again. A worker does not load JAX. What it starts ends with it (worker_supervisor.py).
+    """
+
+    def __init__(
+        self,
+        verifier: str,
+        memory_limit_mb: int,
+        pattern: str,
+        environment: Mapping[str, str],
+        functions: Sequence[bytes],
+    ) -> None:
+        """
+        Args:
+            functions: `session.pickles` of the verifier.
+        """
+        self._verifier = verifier
+        self._ready = False
+        self._connection, inherited = socket.socketpair()
+        # A worker finds the same modules as this process; a verifier that uses JAX leaves the accelerator alone.
+        environment = {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+        arguments = [str(inherited.fileno()), verifier, str(memory_limit_mb), pattern]
+        with inherited:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "dapo_jax.rewards.worker", *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[inherited.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+        with suppress(OSError, TimeoutError):  # it has ended: `wait_until_ready` says so
+            for function in functions:
+                send(self._connection, function, time.monotonic() + _START_LIMIT_S)
+
+    def wait_until_ready(self) -> None:
+        """Returns once the verifier is loaded. InputError if it cannot be loaded."""
+        if self._ready:
+            return
+        try:
+            error = decode_start(receive(self._connection, time.monotonic() + _START_LIMIT_S, limit=MAX_ANSWER))
+        except TimeoutError:
+            error = self._not_loaded(f"did not load within {_START_LIMIT_S:g} s")
+        except MalformedAnswer as malformed:
+            error = self._not_loaded(f"{malformed} while loading")
+        except (EOFError, OSError):
+            error = self._not_loaded(f"ended its process (exit code {self.stop()}) while loading")
+        if error is not None:
+            raise InputError(error)
+        self._ready = True
+
+    def ask(self, request: bytes, timeout_s: float) -> Answer:
+        """The answer to an encoded request.
+
+        Raises:
+            TimeoutError: the worker has not answered within timeout_s.
+            MalformedAnswer: it has sent something else than an answer.
+            EOFError, OSError: it died.
+        """
+        deadline = time.monotonic() + timeout_s
+        send(self._connection, request, deadline)
+        return decode_answer(receive(self._connection, deadline, limit=MAX_ANSWER))
+
+    def kill(self) -> None:
+        """Begins to end the process and all that it started. One that is already exiting keeps its exit code."""
+        self._process.terminate()
+
+    def stop(self) -> int | None:
+        """Ends the process, frees its resources and returns its exit code; None if the system cannot end it."""
+        if self._process.returncode is None:
+            self.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_LIMIT_S)
+            with suppress(ProcessLookupError, PermissionError):  # both mean that nothing is left
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._connection.close()
+        return self._process.returncode
+
+    def _not_loaded(self, what: str) -> str:
+        return f"{described(self._verifier)} {what}: import its module in a fresh Python to see why"
 
 
 class VerifierPool(Verifiers):
     """Scores samples in worker processes. A response that makes the verifier fail is wrong; the run continues.
 
     Raises:
-        InputError: the verifier cannot be loaded, or an argument is out of range.
+        InputError: the verifier cannot be loaded, or a variable of `env` is not set.
     """
 
     def __init__(
@@ -54,12 +156,6 @@ class VerifierPool(Verifiers):
         """
         if missing := [name for name in env if name not in os.environ]:
             raise InputError(f"reward.env={tuple(env)} must be variables that are set: export {missing[0]}")
-        if num_workers < 1:
-            raise InputError(f"reward.num_workers={num_workers} must be at least 1: raise it")
-        if not timeout_s > 0:
-            raise InputError(f"reward.timeout_s={timeout_s} must be positive: raise it")
-        if memory_limit_mb < 0:
-            raise InputError(f"reward.memory_limit_mb={memory_limit_mb} must be 0 (no limit) or more: raise it")
         super().__init__(verifier, error_score)
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
@@ -69,7 +165,7 @@ class VerifierPool(Verifiers):
         if left_out := sorted(os.environ.keys() - self._environment.keys()):
             names = ", ".join(left_out)
             _log.info("verifier processes do not get %s: name what they need in reward.env", names)
-        self._num_replaced = self._taken = 0
+        self._num_replaced = 0  # since `take_replaced`
         self._counting = threading.Lock()
         self._workers: set[Worker] = set()
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -85,20 +181,15 @@ class VerifierPool(Verifiers):
         for worker in workers:
             self._idle.put(worker)
 
-    @property
-    def num_replaced(self) -> int:
-        """Workers replaced since the start. If it grows with every step, look at the log."""
-        return self._num_replaced
-
     def take_replaced(self) -> int:
-        """Workers replaced since the last call."""
+        """Workers replaced since the last call. If there are some in every step, look at the log."""
         with self._counting:
-            new, self._taken = self._num_replaced - self._taken, self._num_replaced
+            new, self._num_replaced = self._num_replaced, 0
         return new
 
     def submit(self, request: ScoreRequest) -> Future[Verdict]:
         """Starts to score a request in the background."""
-        return self._threads.submit(self._judge, request)
+        return self._threads.submit(self._score, request)
 
     def close(self) -> None:
         """Kills the workers. Samples still being scored count as failures."""
@@ -106,55 +197,48 @@ class VerifierPool(Verifiers):
         for worker in list(self._workers):
             worker.kill()
         self._threads.shutdown()
-        for worker in list(self._workers):  # including those started in the meantime
-            self._stop_worker(worker)
+        for worker in self._workers:  # including those started in the meantime
+            worker.stop()
 
-    def _judge(self, request: ScoreRequest) -> Verdict:
+    def _score(self, request: ScoreRequest) -> Verdict:
         message = encoded(request)
         if isinstance(message, str):
             return no_verdict(message)
-        worker = self._idle.get()
+        worker, replaces = self._idle.get(), False
         try:
             try:
                 worker.wait_until_ready()
             except ValueError as error:
                 raise RuntimeError(f"a verifier process did not start: {error}") from error
+            replaces = True
             answer = worker.ask(message, self._timeout_s)
-            if answer.exhausted:
-                worker = self._replace(worker)[0]
-            error = answer.error
-            if error is None:
+            replaces = answer.exhausted
+            if answer.error is None:
                 return Verdict(answer.numbers, answer.pred, None)
-            if error == NO_VERDICT:
-                return no_verdict(error)
+            return no_verdict(NO_VERDICT) if answer.error == NO_VERDICT else self.wrong(request, answer.error)
         except BrokenPipeError:  # it was dead before it could read the request
-            worker, exit_code = self._replace(worker)
-            return no_verdict(f"the worker had died (exit code {exit_code})")
+            return no_verdict(f"the worker had died (exit code {worker.stop()})")
         except TimeoutError:
-            worker = self._replace(worker)[0]
-            error = f"timeout after {self._timeout_s:g} s"
+            return self.wrong(request, f"timeout after {self._timeout_s:g} s")
         except MalformedAnswer as malformed:
-            worker = self._replace(worker)[0]
-            error = f"worker died ({malformed})"
+            return self.wrong(request, f"worker died ({malformed})")
         except (EOFError, OSError):
-            worker, exit_code = self._replace(worker)
-            error = f"worker died (exit code {exit_code})"
+            return self.wrong(request, f"worker died (exit code {worker.stop()})")
         finally:
-            self._idle.put(worker)
-        return self.wrong(request, error)
+            try:
+                worker = self._replaced(worker) if replaces else worker
+            finally:  # even if none can be started: others wait for it
+                self._idle.put(worker)
 
-    def _replace(self, worker: Worker) -> tuple[Worker, int | None]:
-        """A new worker, and the exit code of the old one."""
-        exit_code = self._stop_worker(worker)
+    def _replaced(self, worker: Worker) -> Worker:
+        """A new worker in the place of one, which is ended."""
+        worker.stop()
+        self._workers.discard(worker)
         with self._counting:
             self._num_replaced += 1
-        return self._start_worker(), exit_code
+        return self._start_worker()
 
     def _start_worker(self) -> Worker:
         worker = Worker(self.name, self._memory_limit_mb, self._pattern, self._environment, self._functions)
         self._workers.add(worker)
         return worker
-
-    def _stop_worker(self, worker: Worker) -> int | None:
-        self._workers.discard(worker)
-        return worker.stop()

@@ -1,14 +1,16 @@
+import dataclasses
 import itertools
 
 import pytest
 
+from dapo_jax.config.sections import ArithmeticConfig
 from dapo_jax.data.arithmetic import OPERATORS, arithmetic_rows
 
-SETTINGS = dict(operators="+-*", low=-3, high=8, num_train=60, num_heldout=41, seed=5, template="{a} {operator} {b} =")
+TASK = ArithmeticConfig(operators="+-*", low=-3, high=8, num_train=60, num_heldout=41)
 
 
-def make(**changes):
-    return arithmetic_rows(**{**SETTINGS, **changes})
+def make(seed=5, **changes):
+    return arithmetic_rows(dataclasses.replace(TASK, **changes), seed)
 
 
 def problems(rows):
@@ -25,17 +27,20 @@ def test_rows_state_problem_answer_and_split():
             assert (row.extra_info["split"], row.extra_info["index"]) == (split, index)
 
 
-def test_known_answers():
-    train, _ = make(low=7, high=8, num_train=0, num_heldout=0)
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"low": 7}, {"7 - 8 =": "-1", "8 - 7 =": "1", "7 * 8 =": "56", "8 + 8 =": "16"}),
+        (
+            {"operators": ">", "low": 3, "high": 4, "template": "larger: {a} or {b}?"},
+            {"larger: 3 or 3?": "3", "larger: 3 or 4?": "4", "larger: 4 or 3?": "4", "larger: 4 or 4?": "4"},
+        ),
+    ],
+)
+def test_known_answers(changes, expected):
+    train, heldout = make(num_train=0, num_heldout=0, **changes)
     answers = {row.prompt[0]["content"]: row.ground_truth for row in train}
-    problems_of_all_signs = ("7 - 8 =", "8 - 7 =", "7 * 8 =", "8 + 8 =")
-    assert [answers[problem] for problem in problems_of_all_signs] == ["-1", "1", "56", "16"]
-
-
-def test_the_larger_of_two_with_a_template_in_words():
-    train, heldout = make(operators=">", low=3, high=4, num_train=0, num_heldout=0, template="larger: {a} or {b}?")
-    answers = {row.prompt[0]["content"].removeprefix("larger: "): row.ground_truth for row in train}
-    assert answers == {"3 or 3?": "3", "3 or 4?": "4", "4 or 3?": "4", "4 or 4?": "4"} and heldout == []
+    assert answers.items() >= expected.items() and heldout == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,18 +64,12 @@ def test_zero_train_takes_every_problem_that_is_not_held_out():
     assert len(left) <= 1 and len(train) + len(heldout) + len(left) == len(everything)
 
 
-def test_rows_are_a_pure_function_of_the_arguments():
+def test_rows_are_a_pure_function_and_held_out_ones_do_not_depend_on_the_number_of_the_others():
     assert make() == make()
     assert make(seed=6)[0] != make()[0] and make(seed=6)[1] != make()[1]
-
-
-def test_heldout_rows_do_not_depend_on_the_number_of_training_rows():
     assert make(num_train=7)[1] == make()[1] == make(num_train=0)[1]
-
-
-def test_wide_ranges_are_sampled_without_listing_them():
-    train, heldout = make(low=0, high=10**6, num_train=20, num_heldout=10)
-    assert (len(train), len(heldout)) == (20, 10)
+    wide = make(low=0, high=10**6, num_train=20, num_heldout=10)  # sampled without listing them
+    assert [len(rows) for rows in wide] == [20, 10]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def test_wide_ranges_are_sampled_without_listing_them():
     [
         *[({"operators": "+/"}, r"operators='\+/' must be some of \+-\*"), ({"operators": "++"}, "each once")],
         *[({"operators": ""}, "must be some of"), ({"low": 9}, "low=9 must not exceed high=8")],
-        *[({"num_heldout": -1}, "must not be negative"), ({"template": "{a} + {b}"}, "must have the fields")],
+        ({"template": "{a} + {b}"}, "must have the fields"),
         ({"num_train": 400}, "make 432 problems, too few for num_train=400 and num_heldout=41"),
         *[({"num_heldout": 433, "num_train": 0}, "too few"), ({"num_heldout": 432, "num_train": 0}, "too few")],
     ],

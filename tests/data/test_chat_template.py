@@ -1,4 +1,5 @@
 import datetime
+import json
 import re
 import signal
 import threading
@@ -16,12 +17,9 @@ from dapo_jax.errors import InputError
 
 USER = [{"role": "user", "content": "12 + 7 ="}]
 SYSTEM = {"role": "system", "content": "Be brief."}
-ANSWER = {"role": "assistant", "content": " 19\n"}
 FOLDER = Path(__file__).parent / "templates"  # with the constructs of published templates
-CHATML, GEMMA2, GEMMA3, QWEN3, SMOLLM3, OLMO, CONSTRUCTS = (
-    (FOLDER / f"{name}.jinja").read_text()
-    for name in ("chatml", "gemma2", "gemma3", "qwen3", "smollm3", "olmo", "constructs")
-)
+RENDERED = json.loads((FOLDER / "rendered.json").read_text())
+CHATML, GEMMA2, GEMMA3 = ((FOLDER / f"{name}.jinja").read_text() for name in ("chatml", "gemma2", "gemma3"))
 
 
 def plain(template, messages=USER, add_generation_prompt=True, special_tokens=(("bos_token", "<s>"),), **arguments):
@@ -29,34 +27,22 @@ def plain(template, messages=USER, add_generation_prompt=True, special_tokens=((
     return render(template, [chat])[0]
 
 
-def test_generation_prompt_is_added_unless_declined():
-    head = "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\n12 + 7 =<|im_end|>\n"
-    assert plain(CHATML) == head + "<|im_start|>assistant\n"
-    assert plain(CHATML, add_generation_prompt=False) == head
+@pytest.mark.parametrize("case", RENDERED, ids=lambda case: case["template"])
+def test_constructs_of_published_templates_render(case):
+    given = {name: value for name, value in case.items() if name not in ("template", "arguments", "text")}
+    template = (FOLDER / f"{case['template']}.jinja").read_text()
+    assert plain(template, **given, **case.get("arguments", {})) == case["text"]
 
 
-def test_whitespace_around_blocks_is_trimmed_as_templates_expect():
+def test_whitespace_special_tokens_and_arguments_are_as_templates_expect():
     template = "{%- for m in messages %}\n {{ m.content }}\n  {% if false %}\n  {% endif %}\n{% endfor %}"
     assert plain(template) == " 12 + 7 =\n"
-
-
-def test_special_tokens_and_keyword_arguments_reach_the_template():
     template = "{{ bos_token }}{% if thinking is defined and thinking is false %}<think></think>{% endif %}"
-    assert plain(template) == "<s>"
-    assert plain(template, thinking=False) == "<s><think></think>"
-
-
-def test_constructs_of_published_templates_render():
-    chat = [{"role": "system", "content": " Be <b>. "}, *USER, {"role": "assistant", "content": "é"}, *USER]
-    assert plain(CONSTRUCTS, chat) == '["Be <b>.", 2, true, 2]'
+    assert plain(template) == "<s>" and plain(template, thinking=False) == "<s><think></think>"
     assert plain("{{ messages[0] | tojson(indent=1) }}", [{"role": "é"}]) == '{\n "role": "é"\n}'
 
 
 def test_gemma_2_has_no_system_role_and_says_so():
-    text = "<s><start_of_turn>user\n12 + 7 =<end_of_turn>\n<start_of_turn>model\n"
-    assert plain(GEMMA2) == text
-    answered = plain(GEMMA2, [*USER, ANSWER], add_generation_prompt=False)
-    assert answered == text + "19<end_of_turn>\n"
     refused = "System role not supported. If the model has no system role, leave data.system_prompt null, and put"
     with pytest.raises(InputError, match=refused):
         plain(GEMMA2, [SYSTEM, *USER])
@@ -64,72 +50,11 @@ def test_gemma_2_has_no_system_role_and_says_so():
         plain(GEMMA2, [*USER, *USER])
 
 
-def test_gemma_3_merges_the_system_message_into_the_first_turn_of_the_user():
-    text = "<s><start_of_turn>user\nBe brief.\n\n12 + 7 =<end_of_turn>\n<start_of_turn>model\n"
-    assert plain(GEMMA3, [SYSTEM, *USER]) == text
-    assert plain(GEMMA3, [SYSTEM, *USER, ANSWER, *USER]).count("Be brief.") == 1
-    assert plain(GEMMA3) == plain(GEMMA2)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "12 + 7 ="}]}]
-    assert plain(GEMMA3, parts) == plain(GEMMA3)
-
-
-def test_constructs_of_qwen3_render():
-    user = "<|im_start|>user\n12 + 7 =<|im_end|>\n"
-    assert plain(QWEN3) == user + "<|im_start|>assistant\n"
-    assert plain(QWEN3, enable_thinking=False).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert plain(QWEN3, [SYSTEM, *USER]).startswith("<|im_start|>system\nBe brief.<|im_end|>\n" + user)
-    assert plain(QWEN3, tools=[{"name": "<add>"}]).startswith('<|im_start|>system\n\n{"name": "<add>"}<|im_end|>')
-    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n19"}
-    last = plain(QWEN3, [*USER, thought], add_generation_prompt=False)
-    assert last == user + "<|im_start|>assistant\n<think>\nhm\n</think>\n\n19<|im_end|>\n"
-    earlier = plain(QWEN3, [*USER, thought, *USER])
-    assert earlier == user + "<|im_start|>assistant\n19<|im_end|>\n" + user + "<|im_start|>assistant\n"
-    results = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
-    said = "<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
-    assert said in plain(QWEN3, [*USER, thought, *results])
-
-
-def test_constructs_of_smollm3_render():
-    head = "<|im_start|>system\nToday Date: 26 July 2024\nReasoning Mode: {}\n{}<|im_end|>\n"
-    user = "<|im_start|>user\n12 + 7 =<|im_end|>\n"
-    assert plain(SMOLLM3) == head.format("/think", "") + user + "<|im_start|>assistant\n"
-    quiet = plain(SMOLLM3, enable_thinking=False)
-    assert quiet == head.format("/no_think", "") + user + "<|im_start|>assistant\n<think>\n\n</think>\n"
-    assert plain(SMOLLM3, [{"role": "system", "content": "Be brief. /no_think"}, *USER]).startswith(
-        head.format("/no_think", "Be brief.") + user
-    )
-    told = {"role": "system", "content": "Only this. /system_override"}
-    assert plain(SMOLLM3, [told, *USER]).startswith("<|im_start|>system\nOnly this.<|im_end|>\n")
-    answered = plain(SMOLLM3, [*USER, {"role": "assistant", "content": "19"}], add_generation_prompt=False)
-    assert answered == head.format("/think", "") + user + "<|im_start|>assistant\n19<|im_end|>\n"
-
-
-def test_constructs_of_olmo_render():
-    tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    text = plain(OLMO, [*USER, {"role": "assistant", "content": "19"}, *USER], special_tokens=tokens)
-    turn = "<|user|>\n12 + 7 =\n<|assistant|>\n"
-    assert text == f"<|endoftext|>{turn}19<|endoftext|>\n{turn}"
-
-
 def test_todays_date_never_changes_and_can_be_given():
     default = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     template = default + "{{ date_string }}"
     assert plain(template) == "26 Jul 2024"
     assert plain(template, date_string="01 Jan 2030") == "01 Jan 2030"
-
-
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{{ raise_exception('roles must alternate') }}", r"roles \['user'\]: TemplateError: roles must alternate"),
-        ("{% for %}", "TemplateSyntaxError"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
-        ("{{ nothing.of.this }}", "UndefinedError"),
-    ],
-)
-def test_failures_of_a_template_are_value_errors_that_say_why(template, message):
-    with pytest.raises(ValueError, match=message):
-        plain(template)
 
 
 def continued(template, content):
@@ -177,9 +102,12 @@ def chat(content, **arguments):
         ("{{ range(10**10) | list }}", "OverflowError: Range too big"),
         ("{{ lipsum(10**9) }}", "UndefinedError: 'lipsum'"),
         ("{{ [1, 2] | random }}", "No filter named 'random'"),
+        ("{% for %}", "TemplateSyntaxError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ nothing.of.this }}", "UndefinedError"),
     ],
 )
-def test_a_template_that_makes_too_much_or_does_not_end_is_stopped(template, reason, monkeypatch):
+def test_a_template_that_fails_makes_too_much_or_does_not_end_is_an_error_that_says_why(template, reason, monkeypatch):
     monkeypatch.setattr(chat_template, "TIME_LIMIT_S", 0.2 if "TimeoutError" in reason else 30)
     message = f"the chat template failed .*{reason}.* the model's template"
     with ends_within(), pytest.raises(InputError, match=message):

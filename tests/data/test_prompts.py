@@ -4,6 +4,7 @@ import logging
 import pytest
 from ends_within import ends_within
 
+from dapo_jax.config.sections import DataConfig
 from dapo_jax.data.prompts import PromptOrder, hinted_prompts, tokenize_prompts, truncate
 from dapo_jax.data.rows import PromptRow, duplicate_rows
 from dapo_jax.data.tokenizer import character_tokenizer
@@ -21,10 +22,7 @@ def _logged(caplog):
 
 
 def tokenize(rows, **changes):
-    settings = dict(max_prompt_length=7, truncation="error", filter_overlong=False)
-    return tokenize_prompts(
-        rows, TOKENIZER, **{"system_prompt": None, "chat_template_kwargs": {}, **settings, **changes}
-    )
+    return tokenize_prompts(rows, TOKENIZER, DataConfig(**{"max_prompt_length": 7, **changes}))
 
 
 def texts(prompts):
@@ -48,7 +46,7 @@ def test_the_checksum_is_of_prompts_and_answers(changes):
 
 
 def test_overlong_prompts_are_dropped_and_counted(caplog):
-    prompts = tokenize(ROWS, max_prompt_length=6, filter_overlong=True)
+    prompts = tokenize(ROWS, max_prompt_length=6, filter_overlong_prompts=True)
     assert [row.extra_info["index"] for row in prompts.rows] == [0, 2] and texts(prompts) == ["abc", "ab"]
     counts = "4 rows, the longest of 9 tokens; 2 longer than max_prompt_length=6: 2 dropped, 0 cut"
     assert caplog.messages[0] == f"prompts: {counts}"
@@ -66,8 +64,7 @@ def test_overlong_prompts_are_cut_to_exactly_the_limit_and_counted(truncation, k
 def hinted(prompt, ground_truth="7", system_prompt=None, **extra_info):
     """What `hinted_prompts` makes of one row, as text."""
     row = PromptRow(prompt, "task", ground_truth, extra_info)
-    found = hinted_prompts([row], TOKENIZER, system_prompt=system_prompt, chat_template_kwargs={})
-    return TOKENIZER.decode(found[0])
+    return TOKENIZER.decode(hinted_prompts([row], TOKENIZER, DataConfig(system_prompt=system_prompt))[0])
 
 
 def turn(role, content):
@@ -83,19 +80,17 @@ def test_what_a_row_gives_the_template_wins_over_the_configured_and_makes_anothe
     tokenizer = dataclasses.replace(TOKENIZER, chat_template=template)
     given = [{"tools": []}, {"x": "c", "tools": [{}]}, {"tools": []}]
     rows = [PromptRow(chat, "task", "1", {}, template_kwargs=kwargs) for kwargs in given]
-    settings = dict(max_prompt_length=7, truncation="error", filter_overlong=False, system_prompt=None)
-    found = tokenize_prompts(rows, tokenizer, **settings, chat_template_kwargs={"x": "b"})
+    data = DataConfig(max_prompt_length=7, chat_template_kwargs='{"x": "b"}')
+    found = tokenize_prompts(rows, tokenizer, data)
     assert texts(found) == ["ab0", "ac1", "ab0"] and duplicate_rows(rows) == 1
-    hints = hinted_prompts(rows, tokenizer, system_prompt=None, chat_template_kwargs={"x": "b"})
+    hints = hinted_prompts(rows, tokenizer, data)
     assert [TOKENIZER.decode(tokens) for tokens in hints] == ["1\nab0", "1\nac1", "1\nab0"]
 
 
 def test_the_hint_of_a_text_follows_its_bos_token():
     tokenizer = dataclasses.replace(TOKENIZER, add_bos=True, special_tokens={"bos_token": "<pad>"})
     for prompt in "<pad>3 + 4", "3 + 4":
-        found = hinted_prompts(
-            [PromptRow(prompt, "t", "7", {})], tokenizer, system_prompt=None, chat_template_kwargs={}
-        )
+        found = hinted_prompts([PromptRow(prompt, "t", "7", {})], tokenizer, DataConfig())
         assert tokenizer.decode(found[0], skip_special_tokens=False) == "<pad>7\n3 + 4"
 
 
@@ -111,11 +106,6 @@ def test_the_hint_is_at_the_start_of_the_last_user_turn_which_there_must_be():
     assert hinted(messages[1:2], system_prompt="own") == "own\n7\na"
     with pytest.raises(ValueError, match="needs a user turn for the hint of adv_estimator=cpo.*assistant"):
         hinted((turn("system", "be."), turn("assistant", "b")))
-
-
-def test_hinted_prompts_are_one_a_row_and_may_be_longer_than_the_plain_ones():
-    found = hinted_prompts(ROWS, TOKENIZER, system_prompt=None, chat_template_kwargs={})
-    assert [TOKENIZER.decode(tokens) for tokens in found] == [f"1\n{row.prompt}" for row in ROWS]
 
 
 def test_duplicates_are_counted_warned_of_and_share_their_tokens(caplog):
@@ -147,9 +137,7 @@ NONE_LEFT = "no prompt is left: 1 rows, 1 of them longer than max_prompt_length=
         (ROWS, {"max_prompt_length": 3}, OVERLONG),
         ([ROWS[0], PromptRow("", "task", "1", {}, "b.jsonl row 2")], {}, "the prompt of b.jsonl row 2 has no tokens"),
         ([], {}, "no prompt is left: 0 rows"),
-        ([ROWS[3]], {"filter_overlong": True}, NONE_LEFT),
-        (ROWS, {"truncation": "centre"}, "truncation='centre' must be one of error, left, right, middle"),
-        (ROWS, {"max_prompt_length": 0, "truncation": "left"}, "max_prompt_length=0 must be at least 1"),
+        ([ROWS[3]], {"filter_overlong_prompts": True}, NONE_LEFT),
     ],
 )
 def test_what_cannot_be_used_is_an_error(rows, changes, message):
@@ -161,20 +149,14 @@ def rows(order, start, stop):
     return [order.row(q) for q in range(start, stop)]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 33])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_epoch_contains_each_row_once(num_rows, shuffle):
     order = PromptOrder(num_rows, seed=3, shuffle=shuffle)
     for epoch in (0, 1, 2, 1000):
-        assert sorted(rows(order, epoch * num_rows, (epoch + 1) * num_rows)) == list(range(num_rows))
-
-
-def test_row_is_a_pure_function_of_seed_and_number():
-    first, second = (PromptOrder(50, seed=3, shuffle=True) for _ in range(2))
-    forwards = rows(first, 0, 150)
-    assert [second.row(q) for q in reversed(range(150))] == forwards[::-1]
-    assert rows(PromptOrder(50, seed=4, shuffle=True), 0, 150) != forwards
-    assert all(type(row) is int for row in forwards)
+        found = rows(order, epoch * num_rows, (epoch + 1) * num_rows)
+        assert sorted(found) == list(range(num_rows)) and (shuffle or found == sorted(found))
+        assert all(type(row) is int for row in found)
 
 
 def test_the_order_of_a_seed_is_fixed_for_good():
@@ -188,20 +170,12 @@ def test_epochs_are_permuted_differently_also_from_those_of_neighbouring_seeds()
     assert len(epochs) == 16
 
 
-def test_without_shuffling_the_rows_come_in_order():
-    assert rows(PromptOrder(3, seed=0, shuffle=False), 0, 7) == [0, 1, 2, 0, 1, 2, 0]
-
-
 def test_far_prompts_are_found_at_once_and_epochs_count_passes_through_the_rows():
     order = PromptOrder(17_000, seed=0, shuffle=True)
-    with ends_within():
+    with ends_within(), pytest.raises(ValueError, match="num_rows=0 must be at least 1"):
         assert 0 <= order.row(10**12) < 17_000
-    assert [PromptOrder(4, seed=0, shuffle=True).epoch(q) for q in (0, 2, 4, 10)] == [0, 0.5, 1, 2.5]
-
-
-def test_no_rows_is_an_error():
-    with pytest.raises(ValueError, match="num_rows=0 must be at least 1"):
         PromptOrder(0, seed=0, shuffle=True)
+    assert [PromptOrder(4, seed=0, shuffle=True).epoch(q) for q in (0, 2, 4, 10)] == [0, 0.5, 1, 2.5]
 
 
 def test_a_mixture_takes_of_each_file_what_its_weight_says_at_any_point():
@@ -211,14 +185,14 @@ def test_a_mixture_takes_of_each_file_what_its_weight_says_at_any_point():
         assert sum(counts) == q and all(
             abs(count - q * weight / 4) <= 1 for count, weight in zip(counts, (1, 2.5, 0.5), strict=True)
         )
-    drawn = rows(order, 0, 400)
+    drawn = rows(order, 0, 160)
     for file, (start, stop) in enumerate(((0, 7), (7, 10), (10, 12))):
         mine = [row for row in drawn if start <= row < stop]
-        assert order.files(drawn).tolist().count(file) == len(mine) == order.counts(400)[file]
+        assert order.files(drawn).tolist().count(file) == len(mine) == order.counts(160)[file]
         size = stop - start
         epochs = [mine[begin : begin + size] for begin in range(0, len(mine) - size, size)]
         assert all(sorted(epoch) == list(range(start, stop)) for epoch in epochs)
     again = PromptOrder(12, seed=3, shuffle=True, sizes=(7, 3, 2), weights=(1, 2.5, 0.5))
-    assert [again.row(q) for q in reversed(range(400))] == drawn[::-1]
+    assert [again.row(q) for q in reversed(range(160))] == drawn[::-1]
     alone = PromptOrder(7, seed=3, shuffle=True)
     assert [row for row in drawn if row < 7][:30] == rows(alone, 0, 30), "the first file's order is that of it alone"

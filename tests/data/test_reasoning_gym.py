@@ -6,10 +6,11 @@ import sys
 import pytest
 
 from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import ReasoningGymConfig
 from dapo_jax.config.values import default_config, freeze
+from dapo_jax.data import reasoning_gym as verifier
 from dapo_jax.data.reasoning_gym import UNREPEATABLE, reasoning_gym_rows
 from dapo_jax.data.tokenizer import character_tokenizer
-from dapo_jax.rewards import reasoning_gym as verifier
 from dapo_jax.rewards.verifiers import VERIFIERS, load_verifier, verifier_for
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 from dapo_jax.run.problems import read_problems
@@ -23,11 +24,13 @@ def library():
     return pytest.importorskip("reasoning_gym")
 
 
-def rows(names=NAMES, *, num_train=6, num_heldout=3, seed=0):
-    return reasoning_gym_rows(names, num_train=num_train, num_heldout=num_heldout, seed=seed, template=TEMPLATE)
+def rows(names=NAMES, *, num_train=6, num_heldout=3, seed=0, template=TEMPLATE):
+    return reasoning_gym_rows(ReasoningGymConfig(tuple(names), num_train, num_heldout, template), seed)
 
 
-def test_without_the_library_its_extra_is_named(monkeypatch):
+def test_without_the_library_its_extra_is_named_and_a_template_needs_the_question(monkeypatch):
+    with pytest.raises(ValueError, match="must have the field {question}"):
+        rows(template="Answer.")
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install 'dapo_jax\[reasoning-gym\]'"):
         rows()
@@ -84,11 +87,6 @@ def test_names_that_cannot_be_used_are_refused(library, name, message):
         rows([name])
 
 
-def test_a_template_needs_the_question():
-    with pytest.raises(ValueError, match="must have the field {question}"):
-        reasoning_gym_rows(NAMES, num_train=1, num_heldout=0, seed=0, template="Answer.")
-
-
 def test_a_run_reads_problems_that_a_process_of_another_hash_seed_makes_again(library, tmp_path, monkeypatch):
     values = default_config()
     values.data.task = "reasoning_gym"
@@ -103,7 +101,7 @@ def test_a_run_reads_problems_that_a_process_of_another_hash_seed_makes_again(li
     assert problems.function == "reasoning_gym"
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     (tmp_path / "own.py").write_text(
-        "import sys\nfrom dapo_jax.rewards.reasoning_gym import score as right\n"
+        "import sys\nfrom dapo_jax.data.reasoning_gym import score as right\n"
         "def score(*arguments): return {**right(*arguments), 'jax': 'jax' in sys.modules}"
     )
     requests = [ScoreRequest(row.data_source, row.ground_truth, "", row.extra_info) for row in train.rows]
@@ -111,17 +109,6 @@ def test_a_run_reads_problems_that_a_process_of_another_hash_seed_makes_again(li
         verdicts = pool.score(requests)
     found = [(verdict.error, verdict.numbers["acc"], verdict.numbers["jax"]) for verdict in verdicts]
     assert found == [(None, 1.0, 0.0)] * 12
-
-
-def test_options_out_of_range_are_reported_together():
-    values = default_config()
-    values.data.task = "reasoning_gym"
-    values.data.reasoning_gym.datasets = ()
-    values.data.reasoning_gym.num_train, values.data.reasoning_gym.num_heldout = 0, -1
-    with pytest.raises(ValueError) as refused:
-        validate(freeze(values))
-    for name in ("datasets is empty", "num_train=0 must be greater", "num_heldout=-1 must be 0 or more"):
-        assert f"data.reasoning_gym.{name}" in str(refused.value)
 
 
 def test_a_data_set_with_too_few_problems_is_refused(library):

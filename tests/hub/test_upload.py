@@ -1,29 +1,32 @@
-"""An exported model on a stand-in for the Hugging Face hub."""
+"""An exported model on the Hugging Face hub."""
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from unittest import mock
 
+import huggingface_hub
 import pytest
 import yaml
-from hub_server import directory, serving, unplug, use
 from small_run import small_config
 from test_export import save_checkpoint
 
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
 from dapo_jax.export import export
-from dapo_jax.export.model_card import model_card
+from dapo_jax.export.hub import model_card
 
 NAME = "someone/adder"
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    with serving() as found:
-        use(found, tmp_path / "cache", monkeypatch)
-        monkeypatch.setenv("HF_TOKEN", "hf_write")
-        found.token = "hf_write"
-        yield found
+def hub(monkeypatch):
+    """Records the calls of the library, by its own signatures."""
+    api = mock.create_autospec(huggingface_hub.HfApi, instance=True)
+    api.create_repo.return_value = f"https://hub/{NAME}"
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    monkeypatch.setenv("HF_TOKEN", "hf_write")
+    return api
 
 
 @pytest.fixture
@@ -39,17 +42,14 @@ def push(run, output, *options, name=NAME):
     export.main(["--config", run, "--output", str(output), "--dtype", "float32", "--push-to-hub", name, *options])
 
 
-def test_the_hub_has_every_file_of_the_directory(hub, run, tmp_path, capsys):
+def test_the_hub_gets_the_whole_directory_and_keeps_a_repository_that_exists(hub, run, tmp_path, capsys):
     push(run, tmp_path / "out", "--private")
-    repository = hub.repositories[f"models/{NAME}"]
-    [files] = repository.commits.values()
-    assert files == directory(tmp_path / "out") and "model.safetensors" in files and "README.md" in files
-    assert repository.private
-    [message] = repository.messages
+    hub.create_repo.assert_called_once_with(NAME, private=True, exist_ok=True)
+    hub.upload_folder.assert_called_once_with(repo_id=NAME, folder_path=tmp_path / "out", commit_message=mock.ANY)
+    message = hub.upload_folder.call_args.kwargs["commit_message"]
     assert message.startswith("adder after step ") and "grpo" in message
-    assert f"it is also at {hub.address}/{NAME}" in capsys.readouterr().out
-    push(run, tmp_path / "again")  # the repository exists
-    assert len(repository.messages) == 2 and repository.private
+    assert {"model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert f"it is also at https://hub/{NAME}" in capsys.readouterr().out
 
 
 def refused(run, output, message, capsys, code, **named):
@@ -66,12 +66,12 @@ def test_a_refusal_names_the_cure_and_leaves_the_directory(hub, run, tmp_path, c
     refused(run, tmp_path / "a", "needs a token of the Hugging Face hub: log in by `hf auth login`", capsys, 2)
     assert not (tmp_path / "a").exists()
     monkeypatch.setenv("HF_TOKEN", "hf_read")
-    refused(run, tmp_path / "a", "is refused (", capsys, 2)
-    assert (tmp_path / "a" / "model.safetensors").exists()
-    monkeypatch.setenv("HF_TOKEN", "hf_write")
-    unplug(monkeypatch)
+    hub.create_repo.side_effect = error = OSError("no right to write")
     refused(run, tmp_path / "b", f"check the network and HF_HUB_OFFLINE; the directory {tmp_path}/b is", capsys, 1)
     assert (tmp_path / "b" / "model.safetensors").exists()
+    error.response = SimpleNamespace(status_code=401)
+    refused(run, tmp_path / "a", "is refused (no right to write)", capsys, 2)
+    assert (tmp_path / "a" / "model.safetensors").exists()
     with pytest.raises(SystemExit, match="2"):
         export.main(["--config", run, "--output", str(tmp_path / "c"), "--private"])
     assert "--private needs --push-to-hub" in capsys.readouterr().err

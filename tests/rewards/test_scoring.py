@@ -1,17 +1,17 @@
 import dataclasses
-import shutil
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dynamic_sampling.small_groups import experience
 from reward_model_files import write_reward_model
 from safetensors.numpy import load_file
 from shapes import mesh_of
 from small_run import small_config
 
-from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig
+from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig, RewardModelConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
@@ -27,9 +27,9 @@ from dapo_jax.training.loop import train
 
 CHAT = ({"role": "user", "content": "1 + 2 ="},)
 PROMPTS = ["2 + 2 =", CHAT, "what is 12 * 3 ?", CHAT, "9"]
-RESPONSES = ["4", "3", " 36.", "it is 3", ""]
+RESPONSES = ["4<pad>", "3", " 36.", "it is 3", ""]  # the first ends with the token that rows are padded with
 CONVERSATIONS = [
-    "2 + 2 =4",
+    "2 + 2 =4<pad>",
     "system: be brief.\nuser: 1 + 2 =\nassistant: 3\nok",
     "what is 12 * 3 ? 36.",
     "system: be brief.\nuser: 1 + 2 =\nassistant: it is 3\nok",
@@ -51,9 +51,9 @@ def config_with(directory, **changes):
     return small_config("unused", **{**common, **changes})
 
 
-def scorer_on(shape, directory, **changes):
+def scorer_on(shape, directory, dtype=jnp.float32, **changes):
     config = config_with(directory, **changes)
-    return load_scorer(config.reward.model, config.data, jnp.dtype(jnp.float32), mesh_of(shape))
+    return load_scorer(config.reward.model, config.data, jnp.dtype(dtype), mesh_of(shape))
 
 
 def scores_on(shape, directory, **changes) -> np.ndarray:
@@ -84,16 +84,27 @@ def expected_scores(directory):
     return of
 
 
-def test_scores_are_the_heads_at_the_end_of_each_conversation(directory, scores, expected_scores):
+@pytest.mark.parametrize(("shape", "limit"), [((1, 1, 1), 99), ((1, 1, 1), 6), ((2, 2, 2), 99)])
+def test_scores_are_the_heads_at_the_end_of_each_conversation_which_may_lose_its_start(
+    directory, expected_scores, shape, limit
+):
     encode = load_tokenizer(directory).encode
-    assert scores.shape == (5,) and np.ptp(scores) > 0.1
-    np.testing.assert_allclose(scores, expected_scores([encode(text) for text in CONVERSATIONS]), atol=1e-5)
+    found = scores_on(shape, directory, **{"reward.model.max_length": limit})
+    assert found.shape == (5,) and np.ptp(found) > 0.1
+    np.testing.assert_allclose(found, expected_scores([encode(text)[-limit:] for text in CONVERSATIONS]), atol=1e-5)
 
 
-def test_a_long_conversation_loses_its_beginning(directory, expected_scores):
-    encode = load_tokenizer(directory).encode
-    found = scores_on((1, 1, 1), directory, **{"reward.model.max_length": 6})
-    np.testing.assert_allclose(found, expected_scores([encode(text)[-6:] for text in CONVERSATIONS]), atol=1e-5)
+def test_frozen_matrices_have_the_dtype_of_products_and_the_head_stays_exact(directory, scores):
+    with jax.set_mesh(mesh_of((1, 1, 1))):
+        scorer = scorer_on((1, 1, 1), directory, jnp.bfloat16)
+        found, _ = scorer.score(PROMPTS, RESPONSES)
+    weights = scorer.params
+    assert weights["embedding"].dtype == weights["layers"]["down"].dtype == jnp.bfloat16
+    assert weights["score"].dtype == weights["final_norm"].dtype == jnp.float32
+    head = load_file(directory / "model.safetensors")["score.weight"][0]
+    np.testing.assert_array_equal(weights["score"], head)
+    np.testing.assert_allclose(found, scores, atol=0.3)
+    assert (np.abs(found - scores) > 1e-5).all()
 
 
 def long_tailed(count, median, longest):
@@ -165,19 +176,11 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path, changes, shape, message)
         scorer_on(shape, write_reward_model(tmp_path, **changes))
 
 
-def test_a_reward_model_needs_a_tokenizer(directory, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(directory / name, tmp_path)
-    with pytest.raises(ValueError, match="has no tokenizer.json"):
-        scorer_on((1, 1, 1), tmp_path)
-
-
 @dataclasses.dataclass
 class LengthScorer:
     """Scores a conversation by the lengths of its parts."""
 
-    weight: float = 1.0
-    function_weight: float = 1.0
+    settings: RewardModelConfig = RewardModelConfig()
 
     def score(self, prompts, responses, template_kwargs):
         assert template_kwargs == [{"x": prompt} for prompt in prompts]
@@ -189,24 +192,17 @@ NO_LENGTH = LengthRewardConfig()
 PROMPT_SET = PromptSet(
     [PromptRow("a" * n, "task", "1", {}, template_kwargs={"x": "a" * n}) for n in range(4)], [[1]] * 4
 )
-EXPERIENCE = Experience(
-    numbers=np.array([8, 9]),
+EXPERIENCE = dataclasses.replace(
+    experience([8, 9], np.eye(2), lengths=[[1, 2], [3, 4]], width=4),
     rows=np.array([3, 1]),
-    prompts=[[1], [1]],
-    responses=np.ones((2, 2, 4), np.int32),
-    mask=np.arange(4) < np.array([[[1], [2]], [[3], [4]]]),
-    logprobs=np.zeros((2, 2, 4), np.float32),
-    finished=np.ones((2, 2), bool),
     texts=[["x", "xx"], ["xxx", "xxxx"]],
     scores={"score": np.array([[1.0, 0.0], [1.0, -1.0]]), "acc": np.eye(2), "length": np.ones((2, 2))},
-    versions=np.zeros(2, np.int64),
-    failed=np.zeros((2, 2), bool),
     work={"decode": Work(2.0, 1.0)},
 )
 
 
 def test_the_score_is_the_weighted_sum_of_verifier_and_reward_model():
-    scorer: Any = LengthScorer(weight=0.5, function_weight=2.0)
+    scorer: Any = LengthScorer(RewardModelConfig(weight=0.5, function_weight=2.0))
     found = add_model_scores(EXPERIENCE, PROMPT_SET, scorer, verified=True)
     np.testing.assert_array_equal(found.scores["reward_model"], [[31, 32], [13, 14]])
     np.testing.assert_array_equal(found.scores["score"], [[17.5, 16.0], [8.5, 5.0]])

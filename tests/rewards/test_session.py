@@ -15,11 +15,9 @@ from config_problems import assert_one, config_with, problems
 from small_run import rows_without_clock, small_config
 
 from dapo_jax.command.validation import validate
-from dapo_jax.config.sections import RewardConfig
 from dapo_jax.errors import InputError
 from dapo_jax.interface.rewards import with_reward
 from dapo_jax.rewards import session
-from dapo_jax.rewards.pipeline import open_verifiers
 from dapo_jax.rewards.session import keep
 from dapo_jax.rewards.verifiers import load_verifier
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
@@ -57,19 +55,17 @@ def test_a_lambda_a_closure_and_what_they_use_run_in_a_worker():
     assert verdict(lambda text: float(__import__("os").getpid() != mine)).numbers["score"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("four", 1.0), ("one", 0.0), ("two", 1.0), ("uses_lambda", 0.0), ("counts", 1.0)],
-)
-def test_a_function_of_a_notebook_takes_what_it_uses_along(notebook, name, expected):
-    assert verdict(getattr(notebook, name)).numbers["score"] == expected
-
-
-def test_functions_in_functions_and_methods_too(notebook):
+def test_functions_of_a_notebook_take_what_they_use_along_and_mix_with_others(notebook):
     closure, free = notebook.outer()
-    assert verdict(closure).numbers["score"] == 2.0 and verdict(free).numbers["score"] == 3.0
-    assert verdict(notebook.Judge().method).numbers["score"] == 0.0
-    assert verdict(notebook.tagged, ScoreRequest("any", "<b/>", "", {})).numbers["score"] == 1.0
+    own = {"closure": (closure, 2.0), "free": (free, 3.0), "method": (notebook.Judge().method, 0.0)}
+    of_cell = {"four": 1.0, "one": 0.0, "two": 1.0, "uses_lambda": 0.0, "counts": 1.0, "tagged": 1.0}
+    own |= {name: (getattr(notebook, name), score) for name, score in of_cell.items()}
+    parts = {"correct": "math_dapo", **{name: keep(function, name) for name, (function, _) in own.items()}}
+    with VerifierPool(json.dumps(parts), **SETTINGS) as pool:
+        [found] = pool.score([ScoreRequest("any", "<b>34</b>", "34", {})])
+    expected = {"correct": -1.0, **{name: score for name, (_, score) in own.items()}}
+    assert found.error is None and found.numbers["score"] == sum(expected.values())
+    assert {name: found.numbers[name] for name in expected} == expected
 
 
 def test_what_another_process_cannot_have_is_refused_with_the_way_out():
@@ -86,34 +82,6 @@ def test_what_is_absent_there_is_the_start_s_or_the_sample_s_error(notebook, tmp
     monkeypatch.setitem(sys.modules, "only_here", module)
     with pytest.raises(InputError, match="raised ModuleNotFoundError: No module named 'only_here'"):
         verdict(module.score)
-
-
-def test_its_time_and_memory_are_limited():
-    def slow(text):
-        while True:
-            pass
-
-    assert verdict(slow, timeout_s=0.5, error_score=-2.0).error == "timeout after 0.5 s"
-    needed = verdict(lambda text: float(len(bytearray(1 << 30))), memory_limit_mb=200)
-    assert "MemoryError: the verifier needs more than reward.memory_limit_mb=200" in str(needed.error)
-
-
-@pytest.mark.parametrize("result", ["good", float("nan"), {"acc": 1.0}])
-def test_a_failure_counts_as_wrong(result):
-    found = verdict(lambda text: result, error_score=-2.0)
-    assert found.numbers == {"score": -2.0, "acc": 0.0} and "verifier must return" in str(found.error)
-
-
-def test_none_is_no_verdict_and_leaving_is_an_error():
-    assert verdict(lambda text: None).error == "the function returned None: no verdict"
-    assert verdict(lambda text: sys.exit("no")).error == "SystemExit: no"
-
-
-def test_it_mixes_with_other_functions():
-    brief = {"function": keep(lambda text: -len(text), "brief"), "weight": 0.5}
-    with VerifierPool(json.dumps({"correct": "math_dapo", "brief": brief}), **SETTINGS) as verifiers:
-        [found] = verifiers.score([ScoreRequest("any", "Answer: 34", "34", {})])
-    assert found.numbers == {"score": -4.0, "acc": 1.0, "correct": 1.0, "brief": -10.0}
 
 
 def test_only_this_session_has_it():
@@ -168,20 +136,6 @@ def test_nothing_is_unpickled_but_in_a_worker_what_its_pool_has_sent(tmp_path, m
     assert not (tmp_path / "made").exists()
 
 
-def score(data_source, solution, ground_truth, extra_info):
-    return load_verifier("arithmetic")(data_source, solution, ground_truth, extra_info)
-
-
-def test_the_verdicts_are_those_of_the_same_function_of_a_module(tmp_path):
-    names = [keep(score), "dapo_jax.rewards.arithmetic.score"]
-    requests = [ScoreRequest("sums", text, "34", {}) for text in ("34", "35", "\0")] + [
-        ScoreRequest("sums", "34", "", {})
-    ]
-    with open_verifiers(names, RewardConfig(num_workers=1), tmp_path) as (opened, judge):
-        own, other = (opened[name].score(requests) for name in names)
-    assert judge is None and own == other and [found.numbers["acc"] for found in own] == [1.0, 0.0, 0.0, 0.0]
-
-
 @pytest.mark.slow
 def test_a_run_is_that_of_the_same_function_of_a_module_resumed_and_each_part_has_its_curve(tmp_path):
     (tmp_path / "own.py").write_text(
@@ -194,12 +148,12 @@ def test_a_run_is_that_of_the_same_function_of_a_module_resumed_and_each_part_ha
         train(with_reward(config, parts))
         return rows_without_clock(tmp_path / name)
 
-    own = lambda a, b, c, d: score(a, b, c, d)  # noqa: E731
+    own = lambda a, b, c, d: load_verifier("arithmetic")(a, b, c, d)  # noqa: E731
     trained("a", own, steps=1)
     session._KEPT.clear()  # as in another session
     start, step, _ = rows = trained("a", own)
-    trained("b", "dapo_jax.rewards.arithmetic.score", steps=1)
-    assert rows == trained("b", "dapo_jax.rewards.arithmetic.score")
+    trained("b", "dapo_jax.rewards.numerals.arithmetic", steps=1)
+    assert rows == trained("b", "dapo_jax.rewards.numerals.arithmetic")
     for name in ("correct", "brief", "brief.words"):
         assert f"eval/arithmetic/{name}/mean@4" in start and f"rollout/{name}/mean" in step
     assert step["rollout/correct/mean"] == step["rollout/acc/mean"]

@@ -40,12 +40,7 @@ def test_a_function_that_works_gives_its_verdicts(tried, caplog):
 @pytest.mark.parametrize(
     ("result", "found"),
     [
-        ("math.nan", "not nan"),
-        ("{'score': math.nan}", "not 'score': nan"),
-        ("'good'", "not 'good'"),
-        ("[1.0]", r"not \[1.0\]"),
         ("{'acc': 1.0}", r"a dict with 'score', not \{'acc': 1.0\}"),
-        ("1e300", "finite in float32, not 1e\\+300"),
         ("1.0 if solution else math.nan", "not nan"),  # even for only one of the responses
     ],
 )

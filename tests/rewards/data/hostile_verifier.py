@@ -14,34 +14,15 @@ from pathlib import Path
 
 KEPT = []
 LONG = "3600"  # seconds: a test that waits for the end of a process gives up before
-RESULTS = {  # that are no verdicts
-    "text": "1.0",
-    "empty": {},
-    "wrong_keys": {"reward": 1.0},
-    "no_score": {"acc": 1.0},
-    "text_as_score": {"score": "1"},
-    "none_as_number": {"score": 1.0, "x": None},
-    "infinity": {"score": float("inf")},
-    "bare_infinity": float("inf"),
-    "nan": float("nan"),
-    "huge_integer": {"score": 10**400},
-    "unprintable_integer": 10**10000,
-    "complex": 1 + 1j,
-    "nested": {"score": 1.0, "more": {"score": 1.0}},
-    "list": [1.0],
-    "numbers_without_end": {"score": 1.0, **{str(i): 1.0 for i in range(101)}},
-}
 FOLDER = Path(__file__).parent
 
 
 def score(data_source, solution, ground_truth, extra_info):
     if solution == "truth":
         return {"score": 1.0, "pred": repr(ground_truth)}
+    if solution in FORGED or solution in CUT:
+        return subverted(solution)
     return {**globals(), **WAYS}[solution](extra_info)
-
-
-def score_slowly(data_source, solution, ground_truth, extra_info):
-    time.sleep(300)
 
 
 WAYS = {
@@ -55,7 +36,7 @@ WAYS = {
     "odd_text": lambda info: {"score": 1.0, "pred": "a\0b\ud800"},
     "environment": lambda info: {"score": 1.0, "pred": " ".join(os.environ.keys() & info["names"])},
     "limits": lambda info: {"score": 1.0, **{n: resource.getrlimit(getattr(resource, n))[0] for n in info["names"]}},
-    "give": lambda info: RESULTS.get(info["result"]),
+    "absent": lambda info: None,
     "function": lambda info: lambda: 0,
     "not_finite": lambda info: {"score": 1.0, "extra": float("nan")},
     "sleep": lambda info: time.sleep(60),
@@ -194,10 +175,9 @@ CUT = {  # of which more is announced than comes
 }
 
 
-def subverted(extra_info):
+def subverted(how):
     """Writes to the pool directly, as injected code could."""
     connection = socket.socket(fileno=os.dup(int(sys.argv[1])))
-    how = extra_info["how"]
     connection.sendall(CUT[how] if how in CUT else len(FORGED[how]).to_bytes(8, "big") + FORGED[how])
     while how == "drip":
         connection.sendall(b" ")
