@@ -1,10 +1,10 @@
 """Host: what a training step finds until it has its groups (DAPO, section 3.2, algorithm 1).
 
 A step keeps prompts under way, as many as a schedule wants (schedule.py), and takes what ends in prompt order. It
-accepts the first `target` kept groups, whichever finished first: choosing by time would prefer prompts with short
-answers. leftover=requeue starts the next step with the prompt after the last accepted one, so that the newer policy
-samples surplus groups again; then the way prompts were dispatched changes the speed, never the batch. carry keeps
-surplus groups for the next step, discard drops them.
+accepts the first `target` kept groups, whichever finished first (accepted.py): choosing by time would prefer prompts
+with short answers. leftover=requeue starts the next step with the prompt after the last accepted one, so that the newer
+policy samples surplus groups again; then the way prompts were dispatched changes the speed, never the batch. carry
+keeps surplus groups for the next step, discard drops them.
 """
 
 import logging
@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dapo_jax.config.sections import FilterGroupsConfig
-from dapo_jax.data.experience import Experience, comparable, join
+from dapo_jax.data.experience import Experience, comparable
 from dapo_jax.data.work import Work
-from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
-from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_round, updated_history, updated_lowest
-from dapo_jax.dynamic_sampling.schedule import Schedule, fixed_limit, running_keep_rate
-from dapo_jax.dynamic_sampling.too_few import FILTER, groups_despite, uses_dropped
+from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
+from dapo_jax.dynamic_sampling.rounds import Round, Verdicts
+from dapo_jax.dynamic_sampling.schedule import Schedule, fixed_limit
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
 from dapo_jax.rewards.verification import total_failure
 
 logger = logging.getLogger(__name__)
+
+FILTER = "algorithm.filter_groups"
 
 
 @dataclass
@@ -36,25 +37,6 @@ class Sampled:
     aborted: int = 0  # responses given up when the batch was certain
     work: Mapping[str, Work] = field(default_factory=dict)  # of sampling what is in no round
     left: Experience | None = None  # groups with responses that the next step continues
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """What a training step trains on, and what finding it took."""
-
-    experience: Experience | None  # the groups; None if the step is skipped, or the data solved
-    rounds: list[Verdicts]  # all groups evaluated in this step, by what was judged together
-    num_rounds: int  # rounds' worth of prompts that were judged, with the last, perhaps incomplete one
-    limit: float  # rounds allowed in the end
-    outcome: str  # full | partial | fallback | unfiltered | skipped | solved
-    target: int
-    carried_in: int  # groups
-    num_stale: int  # carried groups that were too old
-    num_skipped: int  # prompts before the next step's first that their history left out
-    num_requeued: int  # evaluated groups that will be sampled again
-    num_discarded: int  # kept groups that are dropped
-    state: StreamState  # for the next step
-    sampled: Sampled
 
 
 @dataclass
@@ -70,8 +52,7 @@ class Found:
         show: gets how far the step is.
 
     Raises:
-        RuntimeError: by `take` and `accepted`: too many verifications failed. By `accepted`: too few groups, and the
-            policy is error: the message counts the groups that were all right and all wrong, and names the ways out.
+        RuntimeError: by `take`: too many verifications failed.
     """
 
     state: StreamState
@@ -121,7 +102,8 @@ class Found:
         """Whether all prompts that the step may sample have begun."""
         return self.cursor >= self.epoch_end
 
-    def _wanted(self) -> int:
+    @property
+    def wanted(self) -> int:
         """Prompts to begin next."""
         counts = {"kept": self.kept, "evaluated": self.evaluated, "dispatched": len(self.begun)}
         return 0 if self.exhausted else self.schedule.wanted(**counts, limit=self.limit)
@@ -129,7 +111,7 @@ class Found:
     def next_prompts(self) -> list[int]:
         """The numbers of the prompts to begin now; [] if none are due."""
         history = self.state.history
-        numbers, self.cursor = self.prompts.numbers(history, self.cursor, self._wanted(), self.epoch_end)
+        numbers, self.cursor = self.prompts.numbers(history, self.cursor, self.wanted, self.epoch_end)
         self.begun += numbers
         if numbers:
             self._show()
@@ -141,40 +123,54 @@ class Found:
         Args:
             under_way: whether others are still being sampled.
         """
+        options = self.options
         self.rounds.append(round_.verdicts)
         self.evaluated += len(round_.keep)
         self.kept += int(round_.keep.sum())
         self._show()
         if self.evaluated >= self.target:  # enough to know, as rounds may have no limit
-            self._check_verdicts()
+            self.check_verdicts()
         self.kept_groups.append(round_.experience.select(np.flatnonzero(round_.keep)))
-        if uses_dropped(self.options):
+        if options.on_limit == "fallback_unfiltered" or options.on_empty == "train_unfiltered":
             room = self.target - sum(map(len, self.dropped_groups))
             usable = ~round_.keep & comparable(round_.experience.known)
             self.dropped_groups.append(round_.experience.select(np.flatnonzero(usable)[:room]))
         self.adapted = self.schedule.adapted_limit(self.adapted, kept=self.kept, evaluated=self.evaluated)
         if self.evaluated % self.gen_batch_size == 0:
-            continues = self.kept < self.schedule.missing and (under_way or self._wanted() > 0)
-            self._log_round(last=not continues)
-            if continues and self.options.enable:
+            continues = self.kept < self.schedule.missing and (under_way or self.wanted > 0)
+            self.log_round(last=not continues)
+            if continues and options.enable:
                 self._warn_of_many_rounds()
+
+    def check_verdicts(self) -> None:
+        """Raises if too many verifications failed."""
+        outcomes = [verdicts.outcomes for verdicts in self.rounds]
+        if failure := total_failure(outcomes, f"step {self.step}", self.max_error_share):
+            raise SharedFailure(failure)
+
+    def log_round(self, *, last: bool) -> None:
+        """Logs what was judged since the last round that was logged, if the filter is on."""
+        newest, self.logged = self.rounds[self.logged :], len(self.rounds)
+        if self.options.enable and newest:
+            keep = np.concatenate([part.keep for part in newest])
+            filter_log.log_round(
+                step=self.step,
+                round_number=self.num_rounds,
+                num_prompts=len(keep),
+                num_samples=newest[0].outcomes.lengths.shape[1],
+                metric=self.options.metric,
+                words=filter_log.rule_words(self.options),
+                num_kept=int(keep.sum()),
+                mean_std=float(np.concatenate([part.metric_std for part in newest]).mean()),
+                num_accumulated=self.schedule.carried + self.kept,
+                target=self.target,
+                last=last,
+            )
 
     def _show(self) -> None:
         judging = min(self.evaluated // self.gen_batch_size + 1, -(-len(self.begun) // self.gen_batch_size))
         kept = min(self.schedule.carried + self.kept, self.target)
         self.show(f"round {judging}, {kept} of {self.target} groups kept")
-
-    def _check_verdicts(self) -> None:
-        outcomes = [round_.outcomes for round_ in self.rounds]
-        if failure := total_failure(outcomes, f"step {self.step}", self.max_error_share):
-            raise SharedFailure(failure)
-
-    def _log_round(self, *, last: bool) -> None:
-        """Logs what was judged since the last round that was logged, if the filter is on."""
-        newest, self.logged = self.rounds[self.logged :], len(self.rounds)
-        if self.options.enable and newest:
-            about = {"step": self.step, "round_number": self.num_rounds, "target": self.target, "last": last}
-            log_round(newest, self.options, num_accumulated=self.schedule.carried + self.kept, **about)
 
     def _warn_of_many_rounds(self) -> None:
         """Warns once per round, from twice the rounds that earlier steps let expect."""
@@ -184,54 +180,3 @@ class Found:
             limit = f"the limit is {self.limit:.0f}" if math.isfinite(self.limit) else none
             numbers = self.step, self.schedule.carried + self.kept, self.target, self.num_rounds, expected
             logger.warning("step %d: %d of %d groups are kept after %d rounds, %d were expected; %s", *numbers, limit)
-
-    def accepted(self, sampled: Sampled) -> Accepted:
-        """Chooses the groups to train on, and what becomes of the others."""
-        self._log_round(last=True)
-        if not self.segment_steps:  # of the few groups that may have ended, all may fail by chance
-            self._check_verdicts()
-        kept = join([self.carried, *self.kept_groups])
-        next_prompt, carried, discarded = self.cursor, None, 0
-        if kept is not None and len(kept) >= self.target:
-            trained, outcome = kept.select(np.arange(self.target)), "full"
-            if self.options.enable:
-                filter_log.log_enough(trained.finished.size)
-            left = {"carry": len(kept), "requeue": self.schedule.carried}.get(self.options.leftover, 0)
-            carried = join([kept.select(np.arange(self.target, left))])
-            if self.options.leftover == "requeue":
-                next_prompt = max(int(trained.numbers[-1]) + 1, self.state.next_prompt)
-            elif self.options.leftover == "discard":
-                discarded = len(kept) - self.target
-        elif self.segment_steps:
-            trained, outcome = kept, "skipped" if kept is None else "partial"
-            numbers = self.step, len(kept or ()), self.target, len(sampled.left or ())
-            logger.info("step %d: training on %d of %d groups, %d are under way", *numbers)
-        else:
-            trained, outcome = groups_despite(self, kept, join(self.dropped_groups))
-        keep = np.concatenate([round_.keep for round_ in self.rounds] or [np.zeros(0, bool)])
-        keep_rate = running_keep_rate(self.state.keep_rate, keep, self.options)
-        history, lowest = self._history(next_prompt)
-        return Accepted(
-            experience=trained,
-            rounds=self.rounds,
-            num_rounds=self.num_rounds,
-            limit=self.limit,
-            outcome=outcome,
-            target=self.target,
-            carried_in=self.schedule.carried,
-            num_stale=self.num_stale,
-            num_skipped=next_prompt - self.state.next_prompt - sum(number < next_prompt for number in self.begun),
-            num_requeued=sum(int(np.sum(round_.outcomes.numbers >= next_prompt)) for round_ in self.rounds),
-            num_discarded=discarded,
-            state=StreamState(next_prompt, keep_rate, history, carried, sampled.left, lowest),
-            sampled=sampled,
-        )
-
-    def _history(self, next_prompt: int) -> tuple[History, dict[str, float]]:
-        """History and lowest numbers after the groups before `next_prompt`, which no schedule samples again."""
-        history, lowest = self.state.history, dict(self.state.lowest)
-        for round_ in self.rounds:
-            final = round_.outcomes.numbers < next_prompt
-            history = updated_history(history, round_, self.options, decay=self.prompts.decay, final=final)
-            lowest = updated_lowest(lowest, round_, final)
-        return history, lowest

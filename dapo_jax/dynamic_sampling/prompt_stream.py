@@ -1,6 +1,5 @@
 """Host: the stream of prompts that training steps sample, and its state between steps."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -8,7 +7,6 @@ import numpy as np
 
 from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
 from dapo_jax.data.experience import Experience
-from dapo_jax.data.prompts import PromptOrder
 
 
 @dataclass(frozen=True)
@@ -59,44 +57,28 @@ class StreamState:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Which row each prompt number has, and which numbers are left out."""
+    """Which row each prompt number has, and which numbers are left out as past groups of their rows were uniform."""
 
     row: Callable[[int], int]
     num_rows: int  # per epoch
-    rates: Callable[[History], np.ndarray] | None = None  # [rows], probability of being sampled; None = 1
+    skip: SkipUniformConfig = SkipUniformConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     seed: int = 0
-    decay: float = CurriculumConfig.decay  # of the history's mixed rates
 
-    @classmethod
-    def of(
-        cls, order: PromptOrder, skip: SkipUniformConfig, curriculum: CurriculumConfig, *, seed: int
-    ) -> "PromptSource":
-        """The prompts in `order`, without some whose past groups were uniform if one of the two rules is on."""
-        rates = None
-        if skip.enable:
-            rates = functools.partial(skip_uniform_rates, skip)
-        elif curriculum.enable:
-            rates = functools.partial(curriculum_rates, curriculum)
-        return cls(order.row, order.num_rows, rates, seed, curriculum.decay)
+    def rates(self, history: History) -> np.ndarray | None:
+        """Probability of each row of being sampled; None = 1 for all."""
+        if self.skip.enable:
+            return np.maximum(self.skip.decay ** history.uniform_in_a_row.astype(np.float64), self.skip.floor)
+        return curriculum_rates(self.curriculum, history) if self.curriculum.enable else None
 
     def numbers(self, history: History, start: int, count: int, stop: float) -> tuple[list[int], int]:
         """The next `count` numbers below `stop` that are not left out, and the number after the last one examined."""
-        rates = None if self.rates is None else self.rates(history)
-        numbers, number = [], start
+        rates, numbers, number = self.rates(history), [], start
         while len(numbers) < count and number < stop:
-            if rates is None or self._draw(number) < rates[self.row(number)]:
+            if rates is None or np.random.default_rng([self.seed, 7, number]).random() < rates[self.row(number)]:
                 numbers.append(number)
             number += 1
         return numbers, number
-
-    def _draw(self, number: int) -> float:
-        """In [0, 1), by the address (seed, number)."""
-        return np.random.default_rng([self.seed, 7, number]).random()
-
-
-def skip_uniform_rates(options: SkipUniformConfig, history: History) -> np.ndarray:
-    """max(decay^(uniform groups in a row), floor) of each row."""
-    return np.maximum(options.decay ** history.uniform_in_a_row.astype(np.float64), options.floor)
 
 
 def curriculum_rates(options: CurriculumConfig, history: History) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -12,7 +11,6 @@ from dapo_jax.data.experience import Experience, Outcomes, comparable
 from dapo_jax.dynamic_sampling.group_filter import group_statistics, keep_groups
 from dapo_jax.dynamic_sampling.prompt_stream import History
 from dapo_jax.errors import InputError
-from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.sharding import fetch, put_rows
 
 # Two names of the final reward: less the KL divergence if use_kl_in_reward subtracts it, else seq_reward.
@@ -88,12 +86,7 @@ def _lacks_some(values: np.ndarray, failed: np.ndarray) -> bool:
 
 
 def updated_history(
-    history: History,
-    verdicts: Verdicts,
-    options: FilterGroupsConfig,
-    *,
-    decay: float,
-    final: np.ndarray | None = None,
+    history: History, verdicts: Verdicts, options: FilterGroupsConfig, *, decay: float, final: np.ndarray
 ) -> History:
     """The history after a round's groups. Mixed is what the filter keeps; without one, a group whose `acc` differ.
 
@@ -101,38 +94,19 @@ def updated_history(
 
     Args:
         decay: as in `History.updated`.
-        final: [Q] bool, groups that no schedule samples again; None = all.
+        final: [Q] bool, groups that no schedule samples again.
     """
     outcomes = verdicts.outcomes
-    chosen = ~outcomes.failed.any(axis=1) & (True if final is None else final)
+    chosen = final & ~outcomes.failed.any(axis=1)
     accuracy = outcomes.score("acc")
     mixed = verdicts.keep if options.enable else accuracy.max(axis=1) > accuracy.min(axis=1)
     return history.updated(outcomes.rows[chosen], mixed[chosen], accuracy.mean(axis=1)[chosen], decay=decay)
 
 
-def updated_lowest(
-    lowest: Mapping[str, float], verdicts: Verdicts, final: np.ndarray | None = None
-) -> dict[str, float]:
+def updated_lowest(lowest: Mapping[str, float], verdicts: Verdicts, final: np.ndarray) -> dict[str, float]:
     """The lowest number of each name that the verifier has given, after a round's groups; `final` as in the history."""
-    found = {
-        name: np.min(values if final is None else values[final], initial=lowest.get(name, np.inf))
-        for name, values in verdicts.lowest.items()
-    }
+    found = {name: values[final].min(initial=lowest.get(name, np.inf)) for name, values in verdicts.lowest.items()}
     return {**lowest, **{name: float(value) for name, value in found.items() if np.isfinite(value)}}
-
-
-def log_round(round_: Sequence[Verdicts], options: FilterGroupsConfig, **about: Any) -> None:
-    """Logs a round that was judged in parts; `about` are the other numbers of `filter_log.log_round`."""
-    keep = np.concatenate([part.keep for part in round_])
-    filter_log.log_round(
-        num_prompts=len(keep),
-        num_samples=round_[0].outcomes.lengths.shape[1],
-        metric=options.metric,
-        words=filter_log.rule_words(options),
-        num_kept=int(keep.sum()),
-        mean_std=float(np.concatenate([part.metric_std for part in round_]).mean()),
-        **about,
-    )
 
 
 def filtered_counts(rounds: Sequence[Verdicts]) -> dict[str, int]:

@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from dapo_jax.config.sections import FilterGroupsConfig
 
 Z = 3.09  # standard deviations: one case in 1000 is further below
@@ -125,11 +123,10 @@ class Schedule:
             bounds.append(self.missing / (self.gen_batch_size * _lower_end(kept, evaluated)))
         return min(before, int(min(bounds) + adaptive.slack))
 
-
-def running_keep_rate(before: float, kept: np.ndarray, options: FilterGroupsConfig) -> float:
-    """The running share of kept groups after a step that has evaluated groups; kept [Q] bool."""
-    past = options.stream.keep_rate_ema
-    return past * before + (1 - past) * float(np.mean(kept)) if len(kept) else before
+    def keep_rate_after(self, *, kept: int, evaluated: int) -> float:
+        """The running share of kept groups after this step."""
+        past = self.options.stream.keep_rate_ema
+        return past * self.keep_rate + (1 - past) * (kept / evaluated) if evaluated else self.keep_rate
 
 
 def queued_prompts(missing: float, *, keep_rate: float) -> float:

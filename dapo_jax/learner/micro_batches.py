@@ -65,8 +65,8 @@ class MicroBatches:
         if self.rows_per_device:
             return list(self._by_rows(responses, batch.prompts.shape[1] + batch.mask.shape[1]))
         return plan_passes(
-            prompts,
-            responses,
+            tuple(prompts.tolist()),
+            tuple(responses.tolist()),
             num_shards=self.num_shards,
             max_tokens=self.max_tokens_per_device,
             attention=self.attention,

@@ -31,9 +31,10 @@ class Pass:
         return len(self.bins), self.width
 
 
+@functools.lru_cache(maxsize=64)  # a step asks for the same rows several times: in each epoch, and for each model
 def plan_passes(
-    prompts: np.ndarray,
-    responses: np.ndarray,
+    prompts: tuple[int, ...],
+    responses: tuple[int, ...],
     *,
     num_shards: int,
     max_tokens: int,
@@ -49,18 +50,6 @@ def plan_passes(
         responses: [B] tokens; row b answers prompt b // (B // Q).
         pair_cost: the work of one pair of a query and a key, by that of a slot.
     """
-    return _plan(tuple(prompts.tolist()), tuple(responses.tolist()), num_shards, max_tokens, attention, pair_cost)
-
-
-@functools.lru_cache(maxsize=64)  # a step asks for the same rows several times: in each epoch, and for each model
-def _plan(
-    prompts: tuple[int, ...],
-    responses: tuple[int, ...],
-    num_shards: int,
-    max_tokens: int,
-    attention: BinAttention,
-    pair_cost: float,
-) -> tuple[Pass, ...]:
     lengths = np.array(prompts), np.array(responses)
     longest = int(np.max(np.repeat(lengths[0], len(responses) // len(prompts)) + lengths[1] - 1))
     most = attention.rounded(max(max_tokens, longest))

@@ -13,18 +13,19 @@ from dapo_jax.parallel.sharding import batch_sharding, fetch, put
 from dapo_jax.rollout.decoding import Chunk, FirstDraws, Plan
 from dapo_jax.rollout.layout import PrefillSize, Shape
 from dapo_jax.rollout.programs import Calls
-from dapo_jax.rollout.queue import Counting, Opened, Turn
+from dapo_jax.rollout.queue import Counting, Opened, Queue, Turn
 from dapo_jax.rollout.responses import JoinedResponses, Request
 from dapo_jax.rollout.sampling import TRAIN
 from dapo_jax.rollout.stretches import begun, resized
 
 
 class QueueDevices(Counting):
-    """The slots, and the keys and values of their rows."""
+    """What works off the queue of a request: the slots, and the keys and values of their rows."""
 
-    def __init__(self, calls: Calls, programs: Programs, request: Request, responses: JoinedResponses) -> None:
+    def __init__(self, calls: Calls, programs: Programs, request: Request) -> None:
         super().__init__(calls.settings.arch, calls.layout, gathers=calls.attend is attend_gathered)
-        self.calls, self.programs, self.request, self.responses = calls, programs, request, responses
+        self.calls, self.programs, self.request = calls, programs, request
+        self.queue, self.responses = Queue(self.layout, lookahead=calls.settings.lookahead), JoinedResponses()
         self.pad_id = calls.settings.pad_id
         self.address = np.int32(calls.settings.seed), np.int32(request.purpose)  # the first parts of those of all draws
         self.held: Any = None  # while there are prompts

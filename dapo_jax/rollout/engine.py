@@ -8,7 +8,6 @@ devices and what ends first change the speed alone. queue.py decides what has wh
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,8 +22,8 @@ from dapo_jax.rollout.expert_records import ExpertRecords
 from dapo_jax.rollout.layout import EngineSettings, Layout, cache_dtype, choose_layout
 from dapo_jax.rollout.lengths import LearntSizes
 from dapo_jax.rollout.programs import Calls, shaped
-from dapo_jax.rollout.queue import Queue, needed_work
-from dapo_jax.rollout.responses import Begun, JoinedResponses, OnFinished, Request, Responses
+from dapo_jax.rollout.queue import needed_work
+from dapo_jax.rollout.responses import Begun, OnFinished, Request, Responses
 from dapo_jax.rollout.sampling import TRAIN
 
 
@@ -35,15 +34,6 @@ class GivenUp:
     responses: int = 0  # with a token at least
     tokens: int = 0
     work: Mapping[str, Work] = field(default_factory=dict)  # computed for them, by stage; none of it was needed
-
-
-class _Open(NamedTuple):
-    """What works off the queue of a request."""
-
-    request: Request
-    queue: Queue
-    devices: QueueDevices
-    responses: JoinedResponses
 
 
 class Engine:
@@ -60,7 +50,7 @@ class Engine:
         self.settings, self.attend, self.check = settings, attend, check
         self.programs = Programs(settings.mesh)
         self.learnt = LearntSizes(settings.max_response_length, settings.mesh)
-        self._open: _Open | None = None
+        self._open: QueueDevices | None = None
 
     def submit(
         self,
@@ -82,7 +72,7 @@ class Engine:
             limits: [Q * num_samples] most tokens of each response, with those begun; None = max_response_length.
             on_finished: called with responses as they end, while others are still being decoded.
         """
-        opened = self._opened(request)
+        devices = self._devices(request)
         settings, samples = self.settings, np.tile(np.arange(request.num_samples), len(prompts))
         longest, known = np.full(len(samples), settings.max_response_length), None
         responses = Responses(
@@ -102,11 +92,11 @@ class Engine:
         if settings.choices is not None and request.purpose == TRAIN:
             responses.records = ExpertRecords(settings.choices, lengths, responses.begun, known)
         lengths = np.array([len(prompt) for prompt in prompts])
-        first_row = opened.queue.add(lengths, responses.room())
-        opened.responses.parts[first_row] = responses
+        first_row = devices.queue.add(lengths, responses.limits - responses.begun)
+        devices.responses.parts[first_row] = responses
         rows = np.repeat(np.asarray(numbers, np.int64), request.num_samples)
-        opened.devices.add(prompts, rows, samples, responses.begun)
-        return Pending(self, opened, first_row, lengths)
+        devices.add(prompts, rows, samples, responses.begun)
+        return Pending(self, devices, first_row, lengths)
 
     def generate(
         self,
@@ -135,17 +125,17 @@ class Engine:
         if self._open is None:
             return False
         self.check()
-        return self._open.queue.step(self._open.devices, self._open.responses)
+        return self._open.queue.step(self._open, self._open.responses)
 
     def give_up(self) -> GivenUp:
         """Gives up all that has not been waited for."""
-        opened, self._open = self._open, None
-        if opened is None:
+        devices, self._open = self._open, None
+        if devices is None:
             return GivenUp()
-        drawn = np.concatenate([np.zeros(0, np.int64), *(part.drawn() for part in opened.responses.parts.values())])
-        opened.responses.parts.clear()
-        opened.queue.release(opened.responses)
-        return GivenUp(int(np.sum(drawn > 0)), int(drawn.sum()), opened.devices.take_work())
+        drawn = np.concatenate([np.zeros(0, np.int64), *(part.drawn() for part in devices.responses.parts.values())])
+        devices.responses.parts.clear()
+        devices.queue.release(devices.responses)
+        return GivenUp(int(np.sum(drawn > 0)), int(drawn.sum()), devices.take_work())
 
     def layout(self, request: Request) -> Layout:
         """The sizes of a request's queue."""
@@ -155,16 +145,14 @@ class Engine:
         layout = choose_layout(self.settings, self.attend, *given, *known, **counts)
         return dataclasses.replace(layout, returns=request.waits is not None)
 
-    def _opened(self, request: Request) -> _Open:
-        """The queue of a request, a new one unless it is open."""
+    def _devices(self, request: Request) -> QueueDevices:
+        """Those that work off the queue of a request, new ones unless it is open."""
         if self._open is None or self._open.request is not request:
             assert self._open is None or not self._open.responses.parts, "an earlier request is under way: give it up"
-            layout, responses = self.layout(request), JoinedResponses()
             shapes = jax.tree.map(lambda x: shaped(x, x.sharding), request.params)
             limits = self.attend is None or request.sampling.limits  # CPUs have one program for all ways to draw
-            calls = Calls(self.settings, shapes, layout, self.attend, limits)
-            devices = QueueDevices(calls, self.programs, request, responses)
-            self._open = _Open(request, Queue(layout, lookahead=self.settings.lookahead), devices, responses)
+            calls = Calls(self.settings, shapes, self.layout(request), self.attend, limits)
+            self._open = QueueDevices(calls, self.programs, request)
         return self._open
 
     def close(self) -> None:
@@ -175,9 +163,9 @@ class Engine:
 class Pending:
     """Responses to Q prompts that were submitted together; row b answers prompt b // num_samples."""
 
-    def __init__(self, engine: Engine, opened: _Open, first_row: int, prompt_lengths: np.ndarray) -> None:
-        self._engine, self._opened, self._first_row = engine, opened, first_row
-        self._prompt_lengths, self._responses = prompt_lengths, opened.responses.parts[first_row]
+    def __init__(self, engine: Engine, devices: QueueDevices, first_row: int, prompt_lengths: np.ndarray) -> None:
+        self._engine, self._devices, self._first_row = engine, devices, first_row
+        self._prompt_lengths, self._responses = prompt_lengths, devices.responses.parts[first_row]
 
     @property
     def parked(self) -> np.ndarray:
@@ -192,7 +180,7 @@ class Pending:
         """
         known = int(self._responses.drawn()[row])
         self._responses.append(row, tokens)
-        self._opened.queue.resume(self._first_row + row, known)
+        self._devices.queue.resume(self._first_row + row, known)
 
     def end(self, row: int) -> None:
         """A row that waits ends as it is."""
@@ -207,17 +195,17 @@ class Pending:
         Raises:
             RuntimeError: rows wait for tokens, and nothing else goes on.
         """
-        engine, opened, responses = self._engine, self._opened, self._responses
+        engine, devices, responses = self._engine, self._devices, self._responses
         while not responses.ended.all():
             if not engine.step() and not responses.ended.all():
                 raise RuntimeError(f"rows {self.parked.tolist()} wait for tokens: resume or end them")
-        del opened.responses.parts[self._first_row]
-        if not opened.responses.parts:
-            opened.devices.held = None  # nothing of it is needed
+        del devices.responses.parts[self._first_row]
+        if not devices.responses.parts:
+            devices.held = None  # nothing of it is needed
         drawn, lengths = responses.drawn(), self._prompt_lengths
-        engine.learnt.history(opened.request.purpose).add(drawn)
+        engine.learnt.history(devices.request.purpose).add(drawn)
         needed = needed_work(engine.settings.arch, lengths, drawn.reshape(len(lengths), -1))
-        rollout = dataclasses.replace(responses.rollout(), work=opened.devices.take_work(needed))
+        rollout = dataclasses.replace(responses.rollout(), work=devices.take_work(needed))
         records = responses.records
         if records is None:
             return rollout

@@ -23,8 +23,9 @@ class ExpertRecords:
         self, choices: Choices, prompt_lengths: Sequence[int], begun: np.ndarray, known: list[np.ndarray] | None
     ) -> None:
         self._begun, self.num_samples = begun, len(begun) // len(prompt_lengths)
-        self.prompts = [_unknown(length, choices) for length in prompt_lengths]  # [Q] of [tokens, l, k]
-        empty = _unknown(0, choices)
+        layers, per_token, dtype = choices
+        self.prompts = [np.full((length, layers, per_token), -1, dtype) for length in prompt_lengths]
+        empty: np.ndarray = np.zeros((0, layers, per_token), dtype)
         self.responses = [empty] * len(begun) if known is None else [one if len(one) else empty for one in known]
         self._most = np.full(len(begun), np.iinfo(np.int64).max)  # tokens of each response that are wanted
 
@@ -70,7 +71,3 @@ class ExpertRecords:
             grown[: len(held)] = held
             self.responses[row] = held = grown
         held[place:end] = found
-
-
-def _unknown(tokens: int, choices: Choices) -> np.ndarray:
-    return np.full((tokens, choices.layers, choices.per_token), -1, choices.dtype)

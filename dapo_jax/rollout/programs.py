@@ -52,18 +52,14 @@ class Calls:
     @property
     def prefill(self) -> functools.partial:
         """`decoding.prefill`."""
-        return functools.partial(prefill, **self._static)
+        settings = self.settings
+        return functools.partial(prefill, arch=settings.arch, eos_ids=settings.eos_ids, choices=settings.choices)
 
     @property
     def decode(self) -> functools.partial:
         """`decoding.decode`."""
         sizes = {"num_tokens": self.layout.chunk, "pad_id": self.settings.pad_id, "limits": self.limits}
-        return functools.partial(decode, **sizes, **self._static)
-
-    @property
-    def _static(self) -> dict[str, Any]:
-        settings = self.settings
-        return {"arch": settings.arch, "eos_ids": settings.eos_ids, "choices": settings.choices}
+        return functools.partial(decode, **sizes, **self.prefill.keywords)
 
     def held(self, shape: Shape | None = None) -> Held:
         """Shapes and shardings of what `empty` makes."""

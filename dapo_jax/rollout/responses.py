@@ -82,7 +82,7 @@ class Responses:
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray | int) -> None:
         """Adds a chunk whose first token is number `starts`, [B] or one for all, of what is drawn for `rows` [B]."""
-        alive = self.states(rows) == ALIVE
+        pad_id, alive = self.settings.pad_id, self.states(rows) == ALIVE
         rows = rows[alive]
         starts = self.begun[rows] + np.broadcast_to(starts, alive.shape)[alive]
         places = starts[:, None] + np.arange(chunk.tokens.shape[1])
@@ -91,24 +91,21 @@ class Responses:
         taken = chunk.mask[alive] & within
         row, place = np.broadcast_to(rows[:, None], places.shape)[within], places[within]
         self.mask[row, place] = taken[within]
-        self.tokens[row, place] = np.where(taken, chunk.tokens[alive], self.settings.pad_id)[within]
+        self.tokens[row, place] = np.where(taken, chunk.tokens[alive], pad_id)[within]
         self.logprobs[row, place] = np.where(taken, chunk.logprobs[alive], 0.0)[within]
         self.complete[rows] = np.any(np.isin(chunk.tokens[alive], self.settings.eos_ids) & taken, axis=1)
         if self.stop is not None:
             for at, start in zip(rows.tolist(), known.tolist(), strict=True):
-                self._stop(at, self.stop(self.tokens[at, self.mask[at]].tolist(), start))
+                kept = self.stop(self.tokens[at, self.mask[at]].tolist(), start)
+                if kept is not None:
+                    self.mask[at, kept:], self.tokens[at, kept:], self.logprobs[at, kept:] = False, pad_id, 0.0
+                    self.complete[at] = True
         self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.limits[rows])
         if self.waits is not None:
             self._park(rows, self.waits)
         if self.records is not None and chunk.experts is not None:  # those of a prompt come in a call of their own
             self.records.add_chunk(rows, starts, np.asarray(chunk.experts)[alive])
         self._finish(rows[self.ended[rows]])
-
-    def _stop(self, row: int, kept: int | None) -> None:
-        """Ends a row after `kept` tokens, unless that is None."""
-        if kept is not None:
-            self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.settings.pad_id, 0.0
-            self.complete[row] = True
 
     def _park(self, rows: np.ndarray, waits: Waits) -> None:
         """Rows that the policy has ended wait, if they have room and are to."""
@@ -126,11 +123,7 @@ class Responses:
             self.on_finished(rows, self.rollout())
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
-        """A row that waits goes on after these tokens, which the policy has not written.
-
-        Raises:
-            InputError: the row does not wait, or has no room for the tokens and one of the policy.
-        """
+        """A row that waits goes on after these tokens, which the policy has not written; raises as `Pending.resume`."""
         known, limit = int(self.mask[row].sum()), int(self.limits[row])
         if not self.parked[row] or not 0 < len(tokens) < limit - known:
             raise InputError(
@@ -150,10 +143,6 @@ class Responses:
         """[b] as `queue.Outcome`; ENDED for -1."""
         found = np.where(self.parked, WAITS, np.where(self.ended, ENDED, ALIVE))
         return np.where(rows >= 0, found[rows], ENDED)
-
-    def room(self) -> np.ndarray:
-        """[B] most tokens to draw for each response."""
-        return self.limits - self.begun
 
     def drawn(self) -> np.ndarray:
         """[B] tokens drawn for each response so far."""

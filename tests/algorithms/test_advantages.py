@@ -66,12 +66,6 @@ def test_each_estimator_of_the_reference_is_compared_with_it():
     assert {case["name"] for case in CASES} == REFERENCE <= set(ESTIMATORS)
 
 
-@pytest.mark.parametrize(("right", "good", "bad"), [(1, 3.74999, -0.25), (8, 0.968245, -0.968245), (15, 0.25, -3.75)])
-def test_closed_form_of_right_and_wrong_answers(right, good, bad):
-    advantages = run("grpo", [1.0] * right + [-1.0] * (16 - right), [0] * 16)
-    np.testing.assert_allclose(advantages[[0, -1]], [good, bad], atol=2e-5)
-
-
 @pytest.mark.parametrize(("count", "value"), [(12, 0.1), (7, 0.7), (8, 0.1), (3, -1.3)])
 def test_equal_scores_give_exactly_zero(count, value):
     for name, norm in itertools.product(("grpo", "dapo", "grpo_passk"), (True, False)):
@@ -210,20 +204,18 @@ def cpo_added():
 @pytest.mark.parametrize("method", CPO_METHODS)
 def test_cpo_adds_what_its_method_says(method):
     (_, mask, _), more = cpo_batch()
-    added, logprobs, hints, entropy = cpo_added()[method], *more.values()
-    difficulty = np.array([1, 1, 0, 0, -1, -1])
-    for row, token in np.ndindex(6, 3):
-        kl = np.where(mask, np.exp(hints) * (hints - logprobs), 0)
-        ratio = np.clip(np.exp(hints - logprobs)[row, token], 0.5, 2.0)
-        uncertainty = entropy[row, token] / np.log(10)
-        expected = {
-            "mi": 0.1 * kl[row, token],
-            "mi_clamp_unify_difficulty": {1: 0.05, 0: 0.1, -1: 0.2}[difficulty[row]] * ratio * kl[row, token],
-            "negonly_mi3": (difficulty[row] != 1) * 0.2 * ratio * kl[row, token] * (1 - uncertainty),
-            "seq_kl": 0.3 * kl[row].sum(),
-            "negonly_seq_kl": (difficulty[row] != 1) * 0.3 * kl[row].sum(),
-        }[method]
-        np.testing.assert_allclose(added[row, token], expected * mask[row, token], atol=1e-6)
+    logprobs, hints, entropy = more.values()
+    difficulty = np.array([1, 1, 0, 0, -1, -1])[:, None]
+    kl = np.where(mask, np.exp(hints) * (hints - logprobs), 0)
+    ratio, uncertainty = np.clip(np.exp(hints - logprobs), 0.5, 2.0), entropy / np.log(10)
+    expected = {
+        "mi": 0.1 * kl,
+        "mi_clamp_unify_difficulty": np.choose(difficulty + 1, [0.2, 0.1, 0.05]) * ratio * kl,
+        "negonly_mi3": (difficulty != 1) * 0.2 * ratio * kl * (1 - uncertainty),
+        "seq_kl": 0.3 * kl.sum(axis=1, keepdims=True),
+        "negonly_seq_kl": (difficulty != 1) * 0.3 * kl.sum(axis=1, keepdims=True),
+    }[method]
+    np.testing.assert_allclose(cpo_added()[method], expected * mask, atol=1e-6)
 
 
 def test_an_unknown_cpo_method_is_refused():

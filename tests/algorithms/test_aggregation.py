@@ -55,12 +55,6 @@ def test_loss_and_gradient_of_the_pieces_are_those_of_the_whole(mode, pieces):
     np.testing.assert_allclose(np.concatenate([part for _, part in parts]), gradient, rtol=1e-6)
 
 
-def test_a_mean_of_means_would_be_another_number():
-    loss, mask = np.float32([[1, 1, 1, 1], [5, 0, 0, 0]]), np.array([[True] * 4, [True] + [False] * 3])
-    np.testing.assert_allclose(aggregate(loss, mask, "token-mean")[0], 1.8)
-    np.testing.assert_allclose(aggregate(loss, mask, "seq-mean-token-mean")[0], 3.0)
-
-
 def test_group_token_mean_is_the_mean_over_prompts_of_the_mean_over_their_tokens():
     loss = np.float32([[1, 1], [4, 0], [7, 0], [0, 0], [9, 9], [9, 9]])
     mask = np.array([[1, 1], [1, 0], [1, 0], [0, 0], [0, 0], [0, 0]]) > 0

@@ -23,9 +23,20 @@ OTHER = jnp.array([[-1.0, -0.5, -3.0], [-0.1, -2.0, -1.0], [-1.0] * 3])
 
 
 def weights(kind, threshold, *, normalize=False):
-    return importance_weights(
-        OLD, ROLLOUT, MASK, rollout_is=kind, threshold=parse_threshold(threshold), batch_normalize=normalize
-    )
+    options = {"rollout_is": kind, "threshold": parse_threshold(threshold), "batch_normalize": normalize}
+    found, metrics = importance_weights(OLD, ROLLOUT, MASK, **options)
+    return found, {name: float(value) for name, value in metrics.items()}
+
+
+def spread(name, values):
+    return {f"{name}_{which}": getattr(np, which)(values) for which in ("mean", "max", "min", "std")}
+
+
+def beyond(name, high, low):
+    return {f"{name}_fraction_high": high, f"{name}_fraction_low": low}
+
+
+close = functools.partial(pytest.approx, rel=1e-4, abs=1e-6)
 
 
 def test_thresholds():
@@ -39,25 +50,13 @@ def test_token_weights_are_truncated_ratios():
     found, metrics = weights("token", "2.0")
     expected = [[1, 2, np.exp(-1)], [np.exp(0.1), np.exp(0.2), 0], [0, 0, 0]]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
-    assert metrics["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 5)
     real = np.array(expected)[np.asarray(MASK)]
-    assert metrics["rollout_is_mean"] == pytest.approx(real.mean())
-    assert metrics["rollout_is_std"] == pytest.approx(real.std(), abs=1e-6)
-    assert metrics["rollout_is_max"] == 2 and metrics["rollout_is_min"] == pytest.approx(np.exp(-1))
-    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(real.mean() ** 2 / (real**2).mean())
-
-
-def test_token_weights_are_described_by_response():
-    _, metrics = weights("token", "2.0")
-    means = [(1 + 2 + np.exp(-1)) / 3, (np.exp(0.1) + np.exp(0.2)) / 2]  # the empty row is none
-    assert metrics["rollout_is_seq_mean"] == pytest.approx(np.mean(means))
-    assert metrics["rollout_is_seq_std"] == pytest.approx(np.std(means), rel=1e-4)
-    assert metrics["rollout_is_seq_max"] == pytest.approx(means[1])
-    assert metrics["rollout_is_seq_min"] == pytest.approx(means[0])
-    assert metrics["rollout_is_seq_max_deviation"] == pytest.approx(means[1] - 1, rel=1e-5)
-    assert metrics["rollout_is_seq_fraction_high"] == metrics["rollout_is_seq_fraction_low"] == 0
-    assert "rollout_is_oob_ratio" not in metrics
+    means = [real[:3].mean(), real[3:].mean()]  # of responses: the empty row is none
+    expected = spread("rollout_is", real) | beyond("rollout_is_ratio", 1 / 5, 1 / 5)
+    expected |= spread("rollout_is_seq", means) | beyond("rollout_is_seq", 0, 0)
+    expected["rollout_is_eff_sample_size"] = real.mean() ** 2 / (real**2).mean()
+    expected["rollout_is_seq_max_deviation"] = means[1] - 1
+    assert metrics == close(expected)
     _, metrics = weights("token", "1.2")  # before truncation the first row's mean is 1.36
     assert metrics["rollout_is_seq_max"] <= 1.2 and metrics["rollout_is_seq_fraction_high"] == 0.5
 
@@ -103,7 +102,7 @@ def rejected(**criteria):
     kept, metrics = rejection_mask(
         OLD, ROLLOUT, MASK, criteria=tuple((name, parse_threshold(text)) for name, text in criteria.items())
     )
-    return np.asarray(MASK & ~kept).tolist(), metrics
+    return np.asarray(MASK & ~kept).tolist(), {name: float(value) for name, value in metrics.items()}
 
 
 def test_k1_bounds_the_ratio_of_rollout_to_old():
@@ -131,36 +130,25 @@ def test_all_criteria_must_hold():
     assert metrics["rollout_rs_seq_masked_fraction"] == 1, "both responses lose a token"
 
 
+def masked(name, tokens, responses):
+    return {f"{name}_masked_fraction": tokens, f"{name}_seq_masked_fraction": responses}
+
+
 def test_statistics_of_a_criterion_on_tokens():
-    metrics = rejected(token_k1="2.0")[1]
-    values, name = np.array([0, -1, 1, -0.1, -0.2]), "rollout_rs_token_k1"
-    assert metrics[f"{name}_mean"] == pytest.approx(values.mean(), rel=1e-5)
-    assert metrics[f"{name}_max"] == pytest.approx(1) and metrics[f"{name}_min"] == pytest.approx(-1)
-    assert metrics[f"{name}_std"] == pytest.approx(values.clip(-np.log(2), np.log(2)).std(), rel=1e-5)
-    assert metrics[f"{name}_fraction_high"] == metrics[f"{name}_fraction_low"] == pytest.approx(1 / 5)
-    assert metrics[f"{name}_masked_fraction"] == pytest.approx(2 / 5)
-    assert metrics[f"{name}_seq_masked_fraction"] == pytest.approx(1 / 2)
-    assert metrics[f"{name}_seq_mean"] == pytest.approx(-0.15 / 2, abs=1e-6)
-    assert metrics[f"{name}_seq_std"] == pytest.approx(0.075, abs=1e-6)
-    assert metrics[f"{name}_seq_max"] == pytest.approx(0, abs=1e-6)
-    assert metrics[f"{name}_seq_min"] == pytest.approx(-0.15)
-    assert metrics[f"{name}_seq_max_deviation"] == pytest.approx(0.15)
-    assert metrics[f"{name}_seq_fraction_high"] == metrics[f"{name}_seq_fraction_low"] == 0
+    metrics, name, values = rejected(token_k1="2.0")[1], "rollout_rs_token_k1", np.array([0, -1, 1, -0.1, -0.2])
+    expected = spread(name, values) | beyond(name, 1 / 5, 1 / 5) | masked(name, 2 / 5, 1 / 2)
+    expected |= spread(f"{name}_seq", [0, -0.15]) | beyond(f"{name}_seq", 0, 0) | masked("rollout_rs", 2 / 5, 1 / 2)
+    expected |= {f"{name}_std": values.clip(-np.log(2), np.log(2)).std(), f"{name}_seq_max_deviation": 0.15}
+    assert metrics == close(expected)
 
 
 def test_statistics_of_a_criterion_on_responses():
-    metrics = rejected(seq_sum_k2="0.5")[1]
-    sums, name = [1.0, 0.025], "rollout_rs_seq_sum_k2"
-    assert metrics[f"{name}_mean"] == pytest.approx((3 * sums[0] + 2 * sums[1]) / 5, rel=1e-5)
-    assert metrics[f"{name}_std"] == pytest.approx(np.std([0.5] * 3 + [0.025] * 2), rel=1e-5)
-    assert metrics[f"{name}_max"] == metrics[f"{name}_seq_max"] == pytest.approx(1)
-    assert metrics[f"{name}_min"] == metrics[f"{name}_seq_min"] == pytest.approx(0.025, rel=1e-5)
-    assert metrics[f"{name}_seq_mean"] == pytest.approx(np.mean(sums), rel=1e-5)
-    assert metrics[f"{name}_seq_std"] == pytest.approx(np.std(sums), rel=1e-5)
-    assert metrics[f"{name}_fraction_high"] == metrics[f"{name}_seq_fraction_high"] == 0.5
-    assert metrics[f"{name}_fraction_low"] == metrics[f"{name}_seq_fraction_low"] == 0
-    assert metrics[f"{name}_masked_fraction"] == pytest.approx(3 / 5)
-    assert metrics[f"{name}_seq_masked_fraction"] == metrics["rollout_rs_seq_masked_fraction"] == 0.5
+    metrics, name, sums = rejected(seq_sum_k2="0.5")[1], "rollout_rs_seq_sum_k2", np.array([1.0, 0.025])
+    expected = spread(name, sums) | beyond(name, 0.5, 0) | masked(name, 3 / 5, 1 / 2)
+    expected |= spread(f"{name}_seq", sums) | beyond(f"{name}_seq", 0.5, 0) | masked("rollout_rs", 3 / 5, 1 / 2)
+    of_tokens = np.repeat(sums, [3, 2])
+    expected |= {f"{name}_mean": of_tokens.mean(), f"{name}_std": of_tokens.clip(0, 0.5).std()}
+    assert metrics == close(expected | {f"{name}_seq_max_deviation": 1})
 
 
 def test_a_row_without_a_token_is_in_no_statistic():

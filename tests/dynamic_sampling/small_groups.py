@@ -7,7 +7,8 @@ import numpy as np
 
 from dapo_jax.config.sections import AdaptiveLimitConfig, FilterGroupsConfig, StreamConfig
 from dapo_jax.data.experience import Experience
-from dapo_jax.dynamic_sampling.accumulation import Accepted, Found, Sampled
+from dapo_jax.dynamic_sampling.accepted import Accepted
+from dapo_jax.dynamic_sampling.accumulation import Found, Sampled
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.training.step import accumulate

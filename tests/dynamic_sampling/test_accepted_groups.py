@@ -13,8 +13,7 @@ import pytest
 from dynamic_sampling.small_groups import NUM_ROWS, run, start
 from dynamic_sampling.test_segments import run as run_segments
 
-from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
-from dapo_jax.data.prompts import PromptOrder
+from dapo_jax.config.sections import SkipUniformConfig
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
 
 RECORDED = Path(__file__).parent / "data" / "accepted_groups.json"
@@ -52,8 +51,7 @@ def steps_of(*, rate, first=0, skip=False, **options) -> list[dict]:
 
     source = None
     if skip:
-        order = PromptOrder(NUM_ROWS, seed=0, shuffle=False)
-        source = PromptSource.of(order, SkipUniformConfig(enable=True), CurriculumConfig(), seed=0)
+        source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS, SkipUniformConfig(enable=True))
     state, found = start(first), []
     for step in range(1, STEPS + 1):
         try:

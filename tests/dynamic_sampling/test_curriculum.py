@@ -9,19 +9,18 @@ from dynamic_sampling.test_segments import run as run_segments
 from small_run import resumed
 
 from dapo_jax.config.sections import CurriculumConfig, FilterGroupsConfig, SkipUniformConfig
-from dapo_jax.data.prompts import PromptOrder, PromptSet
+from dapo_jax.data.prompts import PromptSet
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, curriculum_metrics
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.training.state import RunState, restored_arrays, saved_arrays
 
-OFF = SkipUniformConfig(), CurriculumConfig()
 NO_FILTER = FilterGroupsConfig(enable=False)
 FILTER = "algorithm.filter_groups"
 
 
-def source_of(*, skip=OFF[0], curriculum=OFF[1], num_rows=NUM_ROWS, seed=0) -> PromptSource:
-    return PromptSource.of(PromptOrder(num_rows, seed=0, shuffle=False), skip, curriculum, seed=seed)
+def source_of(*, num_rows=NUM_ROWS, **options) -> PromptSource:
+    return PromptSource(lambda number: number % num_rows, num_rows, **options)
 
 
 def history_of(**changes) -> History:

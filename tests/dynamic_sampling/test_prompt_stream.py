@@ -26,9 +26,9 @@ SCHEDULES = {
     "queue": {**STREAM, "rollout.max_num_seqs": 24, f"{FILTER}.stream.slack": 3.0},
     "small blocks": {**STREAM, "rollout.max_num_seqs": 48, "data.gen_batch_size": 5},
     "large rounds": {"data.gen_batch_size": 17, "rollout.max_num_seqs": 64},
+    "stream, little slack": {**STREAM, f"{FILTER}.stream.slack": 0.75},
     "stream": STREAM,
     "stream, much slack": {**STREAM, f"{FILTER}.stream.slack": 2.5},
-    "stream, little slack": {**STREAM, f"{FILTER}.stream.slack": 0.75},
     "small rounds": {"data.gen_batch_size": 3},
     "narrow": {**STREAM, "rollout.max_num_seqs": 16},
 }

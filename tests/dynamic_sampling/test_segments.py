@@ -125,20 +125,6 @@ def test_trained_groups_are_as_long_as_all_that_are_kept():
     assert np.mean(lengths) == pytest.approx(np.mean([length_of(n) for n in range(800) if keeps(n)]), rel=0.05)
 
 
-def test_a_restart_between_two_steps_changes_nothing():
-    whole = run(12)
-    parts = run(5)
-    parts += run(7, state=parts[-1][0].state, first=6)
-    assert [begun for _, begun in parts] == [begun for _, begun in whole]
-    for (one, _), (other, _) in zip(parts, whole, strict=True):
-        assert (one.experience is None) == (other.experience is None)
-        assert one.experience is None or one.experience.numbers.tolist() == other.experience.numbers.tolist()
-
-
-def test_no_more_rounds_are_begun_than_are_allowed():
-    assert max(len(begun) for _, begun in run(6, max_num_gen_batches=1)) == 8
-
-
 def test_metrics_count_what_is_drawn_and_what_is_under_way():
     found = run(5)
     drawn = sum(sampling_metrics(accepted)["dynamic_sampling/generated_tokens"] for accepted, _ in found)

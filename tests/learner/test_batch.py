@@ -10,6 +10,7 @@ from small_run import assert_same_policy, rows_without_clock, small_config
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.token_selection import SELECTIONS
+from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.learner.batch import make_batch, policy_statistics
 from dapo_jax.learner.learner import update
 from dapo_jax.monitor.records import read_metrics
@@ -25,7 +26,6 @@ from dapo_jax.training.loop import train
 from dapo_jax.training.state import first_state
 from dapo_jax.training.step import sample_batch, train_on
 
-REWARDS = {"gdpo": {"algorithm.gdpo_reward_keys": ("acc", "score")}}  # of estimators
 SHORT = {
     "trainer.test_freq": -1,
     "trainer.save_freq": -1,
@@ -34,26 +34,19 @@ SHORT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.long("gae", "remax", "cpo", "gdpo")  # those that need more than rewards
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_estimator_trains_with_finite_changing_losses(tmp_path, estimator):
-    train(small_config(tmp_path, **SHORT, **REWARDS.get(estimator, {}), **{"algorithm.adv_estimator": estimator}))
-    assert_learns(tmp_path)
+LOSS = "actor.policy_loss"
+TRAINED = {name: {"algorithm.adv_estimator": name} for name in ESTIMATORS}
+TRAINED["gdpo"]["algorithm.gdpo_reward_keys"] = ("acc", "score")
+TRAINED |= {name: {f"{LOSS}.loss_mode": name, f"{LOSS}.{name}_ratio": 0.1} for name in SELECTIONS}
+TRAINED["clip_cov"][f"{LOSS}.clip_cov_lb"] = -9.0
 
 
 @pytest.mark.slow
-@pytest.mark.long("kl_cov")
-@pytest.mark.parametrize("loss", SELECTIONS)
-def test_losses_that_draw_tokens_train(tmp_path, loss):
-    drawn = {"clip_cov_lb": -9.0, "clip_cov_ratio": 0.1} if loss == "clip_cov" else {"kl_cov_ratio": 0.1}
-    options = {f"actor.policy_loss.{name}": value for name, value in {"loss_mode": loss, **drawn}.items()}
-    train(small_config(tmp_path, **SHORT, **options))
-    assert_learns(tmp_path)
-
-
-def assert_learns(workdir):
-    rows = read_metrics(workdir)
+@pytest.mark.long("gae", "remax", "cpo", "gdpo", "kl_cov")  # those that need more than rewards
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_estimator_and_loss_that_draws_tokens_trains_with_finite_changing_losses(tmp_path, name):
+    train(small_config(tmp_path, **SHORT, **TRAINED[name]))
+    rows = read_metrics(tmp_path)
     losses = [row["actor/pg_loss"] for row in rows]
     assert len(losses) == 3 and np.isfinite(losses).all() and len(set(losses)) == 3
     for row in rows:
@@ -235,7 +228,8 @@ def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked
     with open_run(small_config(config.workdir, **changes, **{"actor.count_empty_sequences": count_empty})) as run:
         batch, _ = training_batch(run, chosen)
         models = run.learner.networks.init_models()
-        metrics, _ = update(run.learner, models, batch, learning_rates(run.config, 1))[1]()
+        rates = learning_rates(run.learner.batching.trained, run.config.trainer, 1)
+        metrics, _ = update(run.learner, models, batch, rates)[1]()
     total = -np.sum(batch.advantages, where=batch.mask)  # the ratio is 1
     sequences = (4 if count_empty else 3) * chosen.finished.shape[1]
     assert metrics["actor/pg_loss"] == pytest.approx(total / sequences, rel=1e-3, abs=1e-6)
@@ -416,6 +410,6 @@ def test_remax_compares_with_the_greedy_response(accepted):
 def test_a_missing_checkpoint_part_is_not_silently_made_up(tmp_path):
     """A run that gains a critic cannot go on from a checkpoint without one."""
     train(small_config(tmp_path, **{"trainer.total_training_steps": 2}))
-    assert Checkpoints(str(tmp_path / "checkpoints"), max_to_keep=2).latest_step() == 2
+    assert Checkpoints(str(tmp_path / "checkpoints"), TrainerConfig()).latest_step() == 2
     with pytest.raises(ValueError, match=r"holds \['actor'\], but the run has \['actor', 'critic'\]"):
         train(small_config(tmp_path, **{"algorithm.adv_estimator": "gae"}))

@@ -16,6 +16,7 @@ KINDS = {
     "copies": COPIES,
     "splash": SPLASH,
     "triton": TRITON,
+    "cudnn": CUDNN,
     "one by one": dataclasses.replace(CUDNN, packs=False),
 }
 
@@ -48,10 +49,14 @@ def sequence(batch, row):
 @pytest.mark.parametrize("attention", KINDS.values(), ids=list(KINDS))
 @pytest.mark.parametrize(("shards", "tokens"), [(1, 300), (4, 80)])
 def test_each_token_sees_its_prompt_and_response_in_order(attention, shards, tokens):
-    batch, found = batch_of(), []
+    """In passes of no more tokens than a device may have; values of a micro-batch find their places in the batch."""
+    batch, found, longest = batch_of(), [], max(len(sequence(batch_of(), row)) - 1 for row in range(48))
+    written = np.zeros(batch.mask.shape, np.float32)
     for piece in MicroBatches(shards, max_tokens_per_device=tokens, attention=attention).split(batch):
         packed, bins = piece.micro_batch, piece.micro_batch.bins
         assert len(bins.tokens) % shards == 0 and len(packed.mask) == shards
+        assert bins.tokens.size // shards <= attention.rounded(max(tokens, longest))
+        piece.write(packed.old_logprobs, written)
         visible = np.asarray(visible_in_bins(bins))
         for share, target in np.argwhere(packed.mask):
             row, column = piece.rows[share, target], piece.columns[share, target]
@@ -68,6 +73,7 @@ def test_each_token_sees_its_prompt_and_response_in_order(attention, shards, tok
         for rows, numbers in zip(piece.rows, packed.sequences, strict=True):
             assert len({*zip(rows, numbers, strict=True)}) == len({*rows}) and ((rows < 0) == (numbers == 0)).all()
     assert sorted(found) == [tuple(place) for place in np.argwhere(batch.mask)]
+    np.testing.assert_array_equal(written, batch.old_logprobs)
 
 
 def test_by_rows_each_bin_has_one_row_in_order():
@@ -76,15 +82,6 @@ def test_by_rows_each_bin_has_one_row_in_order():
     assert [piece.micro_batch.bins.tokens.shape for piece in pieces] == [(6, PROMPT + RESPONSE)] * 8
     rows = [[row for row in dict.fromkeys(share) if row >= 0] for piece in pieces for share in piece.rows.tolist()]
     assert rows == [[row for row in range(start, start + 3) if row != 7] for start in range(0, 48, 3)]
-
-
-@pytest.mark.parametrize("attention", KINDS.values(), ids=list(KINDS))
-def test_values_of_a_micro_batch_find_their_places(attention):
-    batch = batch_of()
-    whole = np.zeros(batch.mask.shape, np.float32)
-    for piece in MicroBatches(2, max_tokens_per_device=200, attention=attention).split(batch):
-        piece.write(piece.micro_batch.old_logprobs, whole)
-    np.testing.assert_array_equal(whole, batch.old_logprobs)
 
 
 def test_a_batch_without_responses_has_no_micro_batch():

@@ -1,6 +1,5 @@
-"""Packing: all rows once, within the bins; and how much work it saves on responses of long-tailed lengths."""
+"""How much work packing saves on responses of long-tailed lengths; test_micro_batches has what bins hold."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,10 @@ from dapo_jax.learner.packing import EIGHTHS, plan_passes
 from dapo_jax.models.attention import XLA
 from dapo_jax.models.flops import token_flops
 from dapo_jax.models.fused_attention import CUDNN, SPLASH, TRITON
-from dapo_jax.models.load import read_model_architecture
+from dapo_jax.models.hf_architecture import read_architecture
 
 SAMPLES = 16
 CONFIGS = Path(__file__).parents[2] / "configs"
-ONE_BY_ONE = dataclasses.replace(CUDNN, packs=False)
-ALL = {"xla": XLA, "splash": SPLASH, "triton": TRITON, "cudnn": CUDNN, "one by one": ONE_BY_ONE}
 
 
 def lengths(prompts, *, median, clip, sigma=1.0, of_prompt=200, seed=0):
@@ -30,35 +27,8 @@ def lengths(prompts, *, median, clip, sigma=1.0, of_prompt=200, seed=0):
 
 
 def plan(sizes, *, shards, tokens, attention, pair_cost=1e-4):
-    return plan_passes(*sizes, num_shards=shards, max_tokens=tokens, attention=attention, pair_cost=pair_cost)
-
-
-def slots_of(rows, sizes, shares):
-    """Slots that a bin needs for these rows."""
-    prompts, responses = sizes
-    of_prompts = [row // SAMPLES for row in rows]
-    shown = set(of_prompts) if shares else of_prompts
-    return sum(prompts[prompt] for prompt in shown) + sum(responses[row] - 1 for row in rows)
-
-
-@pytest.mark.parametrize("attention", ALL.values(), ids=list(ALL))
-@pytest.mark.parametrize(("shards", "tokens"), [(1, 400), (4, 1000), (8, 4096)])
-def test_every_row_is_in_one_bin_that_holds_it(attention, shards, tokens):
-    sizes = lengths(12, median=60, clip=300, of_prompt=20)
-    sizes[1][5] = 0  # padding
-    passes = plan(sizes, shards=shards, tokens=tokens, attention=attention)
-    assert sorted(row for one in passes for rows in one.bins for row in rows) == [i for i in range(192) if i != 5]
-    longest = int((np.repeat(sizes[0], SAMPLES) + sizes[1] - 1).max())
-    for one in passes:
-        assert len(one.bins) % shards == 0 and any(one.bins)
-        assert one.width * len(one.bins) // shards <= attention.rounded(max(tokens, longest))
-        for rows in one.bins:
-            assert slots_of(rows, sizes, attention.shared_width > 0) <= one.width
-
-
-def test_the_plan_follows_from_the_lengths_alone():
-    sizes, options = lengths(32, median=3000, clip=20480), {"shards": 16, "tokens": 22528, "attention": SPLASH}
-    assert plan(sizes, **options) == plan(sizes, **options)
+    given = (tuple(lengths.tolist()) for lengths in sizes)
+    return plan_passes(*given, num_shards=shards, max_tokens=tokens, attention=attention, pair_cost=pair_cost)
 
 
 def ratio(batches, *, shards, tokens, attention, flops):
@@ -77,7 +47,7 @@ def batch_of(sizes):
 
 
 def flops_of(name):
-    return token_flops(read_model_architecture(CONFIGS / "shapes" / name))
+    return token_flops(read_architecture(CONFIGS / "shapes" / name))
 
 
 @pytest.mark.short("2-triton")

@@ -23,6 +23,7 @@ from dapo_jax.models.vocabulary_blocks import BLOCK
 from dapo_jax.models.weights import init_params
 from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.sharding import replicated
+from dapo_jax.rollout import devices as devices_module
 from dapo_jax.rollout import engine as engine_module
 from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.layout import EngineSettings
@@ -95,9 +96,9 @@ class Rollouts:
         return engine_settings(mesh or shapes.one_device_mesh(), **{**own, **changes})
 
     def engine(self, kind: str, mesh: Mesh | None = None, **changes: Any) -> Engine:
-        """16 slots for all rows, with "pages" or "stretches"."""
-        attend = {"pages": attend_gathered, "stretches": None}[kind]
-        return shared(Engine(self.settings(mesh, **{"max_num_seqs": 16, **changes}), attend))
+        """16 slots for all rows, with "pages" or "stretches", of which each width is a program: so chunks are long."""
+        attend, chunk = {"pages": (attend_gathered, 8), "stretches": (None, self.length // 2)}[kind]
+        return shared(Engine(self.settings(mesh, **{"max_num_seqs": 16, "chunk_length": chunk, **changes}), attend))
 
     def on(self, mesh: Mesh) -> Params:
         return jax.device_put(self.params, replicated(mesh))
@@ -119,17 +120,21 @@ class Rollouts:
         self.assert_drawn(found, FREE)
         return found
 
-    def assert_drawn(self, rollout: Rollout, sampling: Sampling) -> None:
-        """Each token is what one pass of `forward` draws after those before it, and responses end where they may."""
-        prompts, prompt_mask = pad_prompts(self.prompts, self.width, PAD)
+    def assert_tokens_drawn(self, rollout: Rollout, sampling: Sampling) -> None:
+        """Each token of the policy is what one pass of `forward` draws after those before it, in the first prompts."""
+        count = len(rollout.mask) // SAMPLES
+        prompts, prompt_mask = pad_prompts(self.prompts[:count], self.width, PAD)
         tokens = np.concatenate([prompts.repeat(SAMPLES, 0), rollout.responses], axis=1)
         mask = np.concatenate([prompt_mask.repeat(SAMPLES, 0), rollout.mask], axis=1)
-        keys = row_keys(0, TRAIN, np.array(self.numbers), SAMPLES)
+        keys = row_keys(0, TRAIN, np.array(self.numbers[:count]), SAMPLES)
         expected, logprobs = _redrawn(self.params, tokens, mask, keys, sampling, self.arch, self.width, self.eos_ids)
-        np.testing.assert_array_equal(rollout.responses[rollout.mask], np.asarray(expected)[rollout.mask])
-        np.testing.assert_allclose(
-            rollout.logprobs[rollout.mask], np.asarray(logprobs)[rollout.mask], atol=self.tolerance
-        )
+        own = rollout.mask if rollout.by_policy is None else rollout.by_policy
+        np.testing.assert_array_equal(rollout.responses[own], np.asarray(expected)[own])
+        np.testing.assert_allclose(rollout.logprobs[own], np.asarray(logprobs)[own], atol=self.tolerance)
+
+    def assert_drawn(self, rollout: Rollout, sampling: Sampling) -> None:
+        """As `assert_tokens_drawn`, and responses end where they may."""
+        self.assert_tokens_drawn(rollout, sampling)
         lengths, ends = rollout.mask.sum(axis=1), np.isin(rollout.responses, self.eos_ids) & rollout.mask
         np.testing.assert_array_equal(rollout.mask, np.arange(self.length) < lengths[:, None])
         np.testing.assert_array_equal(
@@ -170,7 +175,7 @@ def queues_of(monkeypatch: pytest.MonkeyPatch, pages: int | None = None) -> list
 
     choose_layout = engine_module.choose_layout
     monkeypatch.setattr(engine_module, "choose_layout", layout_of)
-    monkeypatch.setattr(engine_module, "Queue", made)
+    monkeypatch.setattr(devices_module, "Queue", made)
     return queues
 
 

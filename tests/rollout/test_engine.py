@@ -112,7 +112,7 @@ def test_rows_given_up_draw_the_same_tokens_again(shape, lookahead, monkeypatch,
 @pytest.mark.short("(2, 2, 2)")
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 2, 2), (8, 1, 1)], ids=str)
 def test_devices_do_what_the_walk_without_devices_does(shape, reference):
-    engine = dense().engine("stretches", mesh_of(shape), chunk_length=16)
+    engine = dense().engine("stretches", mesh_of(shape))
     found = dense().sample(engine)
     assert_same(found, reference)
     layout = engine.layout(request_of(engine))

@@ -14,7 +14,8 @@ from small_policy import engine_settings
 
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.learner.decode_weights import build_decode_weights
-from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.hf_architecture import read_architecture
+from dapo_jax.models.load import load_params
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight
 from dapo_jax.rollout.engine import Engine
@@ -31,7 +32,7 @@ TEXTS = ["The capital of France is", "1 2 3 4 5 6", "Once upon a time, in a vill
 
 
 def sampled(path, kind, shape, given, num_samples=1, **settings):
-    mesh, arch = mesh_of(shape), read_model_architecture(path)
+    mesh, arch = mesh_of(shape), read_architecture(path)
     params = load_params(path, arch, place_weight(mesh, TRAIN_RULES))
     settings = {"arch": arch, "eos_ids": (arch.vocab_size,), "pad_id": 0, "chunk_length": 8, **settings}
     with jax.set_mesh(mesh):
@@ -62,7 +63,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "kind", "shape"), CASES)
 def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(name, kind, shape):
     """Prompts of 40, 3 and 21 tokens. Windows are of 16 tokens, chunks of 8."""
-    num_samples, given = 1 if shape == ONE else 2, prompts(read_model_architecture(DATA / name).vocab_size)
+    num_samples, given = 1 if shape == ONE else 2, prompts(read_architecture(DATA / name).vocab_size)
     lengths = {"max_prompt_length": 40, "max_response_length": NEW}
     found = sampled(DATA / name, kind, shape, given, num_samples, **lengths)
     golden = np.load(DATA / name / "transformers.npz")

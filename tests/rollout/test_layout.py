@@ -9,7 +9,7 @@ from rollout.large_models import GIB, LIMIT, SEVEN, layout_of, settings_of
 from shapes import ARCH
 from small_policy import engine_settings
 
-from dapo_jax.data.padding import bucket, pad_prompts
+from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.parallel.mesh import AXES
@@ -21,12 +21,6 @@ def test_buckets_are_few_and_close():
     sizes = sorted({bucket(length) for length in range(1, 2000)})
     assert sizes[:8] == [4, 6, 8, 12, 16, 24, 32, 48]
     assert all(length <= bucket(length) <= max(1.5 * length, 4) for length in range(1, 2000))
-
-
-def test_prompts_are_padded_on_the_left():
-    tokens, mask = pad_prompts([[1, 2], [3]], 4, 9)
-    np.testing.assert_array_equal(tokens, [[9, 9, 1, 2], [9, 9, 9, 3]])
-    np.testing.assert_array_equal(mask, [[False, False, True, True], [False, False, False, True]])
 
 
 def test_prompts_are_as_wide_as_a_bucket_and_short_ones_share_a_width():

@@ -30,15 +30,6 @@ def begun(*rows):
     return Rollout(tokens, mask, np.where(mask, -1.0, 0.0).astype(np.float32), np.zeros(len(rows), bool))
 
 
-def test_a_chunk_goes_on_after_what_was_begun():
-    found = responses(2, begun=begun([5, 6, 7], [8]), limits=[6, 4])
-    assert found.room().tolist() == [3, 3]
-    found.add(chunk([4, EOS, 9, 9], [3, 3, 3, 3]), np.array([0, 1]), 0)
-    assert found.tokens.tolist() == [[5, 6, 7, 4, EOS, 0, 0, 0, 0, 0], [8, 3, 3, 3, 0, 0, 0, 0, 0, 0]]
-    assert found.ended.all() and found.complete.tolist() == [True, False] and found.drawn().tolist() == [2, 3]
-    np.testing.assert_array_equal(found.logprobs[0, :5], [-1, -1, -1, -0.5, -0.5])
-
-
 def test_a_stop_string_may_begin_in_what_was_begun():
     """The rule sees the whole response, and which part of it is new."""
     seen = []

@@ -86,20 +86,8 @@ def assert_equal(found, expected):
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
 
 
-def test_log_probabilities_are_those_of_one_pass_over_the_whole_chat(expected):
-    """Where the policy has written."""
-    from rollout.small_rollouts import PAD, pad_prompts
-
-    from dapo_jax.models.transformer import forward, logits, positions_of
-
-    prompts, prompt_mask = pad_prompts(dense().prompts[:6], dense().width, PAD)
-    tokens = np.concatenate([prompts.repeat(SAMPLES, 0), expected.responses], axis=1)
-    mask = np.concatenate([prompt_mask.repeat(SAMPLES, 0), expected.mask], axis=1)
-    params, arch, width = dense().params, dense().arch, dense().width
-    hidden = forward(params, tokens, positions_of(mask), mask, arch)
-    scores = jax.nn.log_softmax(logits(params, hidden, arch)[:, width - 1 : -1])
-    found = np.take_along_axis(np.asarray(scores), expected.responses[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(expected.logprobs[expected.by_policy], found[expected.by_policy], atol=1e-5)
+def test_the_policys_tokens_are_those_of_one_pass_over_the_whole_chat(expected):
+    dense().assert_tokens_drawn(expected, FREE)
 
 
 @pytest.mark.short("pages-{'lookahead': 1, 'delay': 3", "stretches-{'max_num_seqs': 7")

@@ -17,8 +17,7 @@ from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
 from dapo_jax.rollout.engine import GivenUp
-from dapo_jax.run.sampler import GroupRollout, Sampler
-from dapo_jax.run.stops import check_stop_strings, stop_rule
+from dapo_jax.run.sampler import GroupRollout, Sampler, check_stop_strings, stop_rule
 
 TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 

@@ -13,7 +13,8 @@ from shapes import mesh_of
 
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.flops import token_flops
-from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.hf_architecture import read_architecture
+from dapo_jax.models.load import load_params
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.paged_attention_gpu import attend
 from dapo_jax.preflight.rollout import KnownLengths, walk_lengths
@@ -39,7 +40,7 @@ same = functools.partial(assert_same, tolerance=2e-5)
 @functools.cache
 def family(name):
     """One repetition of the kinds of its layers."""
-    arch = read_model_architecture(DATA / name)
+    arch = read_architecture(DATA / name)
     params = load_params(DATA / name, arch, lambda weight, array: array)
     arch = dataclasses.replace(arch, num_layers=len(arch.pattern))
     layers = {leaf: array[: arch.num_layers] for leaf, array in params["layers"].items()}
