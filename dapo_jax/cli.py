@@ -1,8 +1,6 @@
 """Host: the console command `dapo-jax`: every command of the package by its name.
 
-    dapo-jax COMMAND [options]
-
-`python -m` with the module's name is the same.
+dapo-jax COMMAND [options]
 """
 
 import importlib
@@ -24,12 +22,12 @@ COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
     "preflight": ("dapo_jax.preflight.__main__", "compile a step for hardware you do not have: memory, costs, advice"),
     "configs": ("dapo_jax.tools.configs", "list the recipes and the launchers, or print one"),
     "data": ("dapo_jax.tools.data", "write gsm8k, dapo-math-17k, aime-2024 or sums as prompt files"),
-    "report": ("dapo_jax.tools.report.__main__", "explain a run, or several side by side, in one HTML page"),
+    "report": ("dapo_jax.tools.report.report", "explain a run, or several side by side, in one HTML page"),
     "plot": ("dapo_jax.tools.plot", "draw the curves of runs into one picture"),
     "monitor": ("dapo_jax.tools.monitor", "how the group filter of a run is doing"),
     "plan": ("dapo_jax.tools.plan", "the expected cost of dynamic sampling, before a run"),
     "env": ("dapo_jax.tools.env", "print what a bug report needs: versions, devices, packages that do not fit"),
-    "from-verl": ("dapo_jax.tools.from_verl.__main__", "translate a verl script into a command"),
+    "from-verl": ("dapo_jax.tools.from_verl.from_verl", "translate a verl script into a command"),
 }
 
 

@@ -14,9 +14,9 @@ import yaml
 from dapo_jax.command.option_uses import READS
 from dapo_jax.command.validation import BOUNDS, CHOICES, validate
 from dapo_jax.command.warnings import warnings
-from dapo_jax.config.aliases import resolve_aliases
+from dapo_jax.config.aliases import ALIASES
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, MAY_BE_INFINITE, PATHS, flat, with_values
+from dapo_jax.config.values import DEFAULTS, MAY_BE_INFINITE, PATHS, flat, resolve_aliases, with_values
 from dapo_jax.errors import InputError
 
 MESSAGES = Path(__file__).parent / "command" / "messages.yaml"
@@ -25,7 +25,7 @@ HEAD = """\
 # options: the type, the bounds and the readers of each option (NAMES: those of a table of functions).
 # cases: changes of a config that is valid (model.path: random, data.task: arithmetic), and what is said of it.
 """
-VERDICTS = ("refused", "warned", "accepted")
+VERDICTS = ("refused", "warned", "accepted", "sets")
 VALID = with_values(Config(), {"model.path": "random", "data.task": "arithmetic"})
 WRONG = b""  # of no option's type
 TABLES = yaml.safe_load(MESSAGES.with_name("option_values.yaml").read_text())
@@ -55,11 +55,14 @@ def assert_one(found: list[str], message: str) -> None:
 
 
 def verdict(changes: dict[str, Any]) -> dict[str, Any]:
-    """The end of a case: which problems refuse the config, or of what it warns."""
+    """The end of a case: which problems refuse the config, or of what it warns; and what options its aliases set."""
     if refused := problems(changes):
         return {"refused": refused}
-    warned = warnings(config_with(changes))
-    return {"warned": warned} if warned else {"accepted": True}
+    config, before = config_with(changes), flat(VALID)
+    assert resolve_aliases(config) == config
+    warned, values = warnings(config), flat(config).items()
+    sets = {key: value for key, value in values if value != before[key]} if {*ALIASES} & changes.keys() else {}
+    return ({"warned": warned} if warned else {"accepted": True}) | ({"sets": sets} if sets else {})
 
 
 def changes_of(case: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from small_run import load_config, small_config
 from dapo_jax.command.command_line import refusals
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.config.values import freeze, with_values
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.learner.actor import build_actor
@@ -50,7 +51,7 @@ RUN = {
     "data.max_prompt_length": 64,
     "trainer.total_training_steps": 4,
     "reward.num_workers": 1,
-    "reward.function": "dapo_jax.rewards.arithmetic.score",
+    "reward.function": "dapo_jax.rewards.numerals.arithmetic",
 }
 BEFORE = {  # in the work directory before each case
     "notes.txt": "mine\n",
@@ -282,7 +283,7 @@ def checkpoint(tmp_path_factory) -> Path:
     mesh = make_mesh(-1, 1, 1)
     shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape
     state = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), shape)
-    checkpoints = Checkpoints(checkpoint_dir(config.workdir, config.trainer), max_to_keep=9)
+    checkpoints = Checkpoints(checkpoint_dir(config.workdir, config.trainer), TrainerConfig(max_ckpt_to_keep=9))
     checkpoints.save(Models(actor=state, critic=None), Progress(step=3), {"next_prompt": np.zeros(1)})
     checkpoints.close()
     return Path(config.workdir)

@@ -6,9 +6,9 @@ import pytest
 
 from dapo_jax import __version__, cli
 from dapo_jax.command.command_line import read_config
-from dapo_jax.config.files import read_config_file
-from dapo_jax.config.recipes import FOLDER, LAUNCHERS, launchers, recipes
+from dapo_jax.config.files import FOLDER, LAUNCHERS, read_config_file, recipes
 from dapo_jax.config.values import freeze
+from dapo_jax.tools.configs import launchers
 
 
 def test_help_and_version(capsys):

@@ -13,12 +13,13 @@ from dapo_jax.command.warnings import warnings
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat, freeze, with_values
+from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
-from dapo_jax.run.meshes import check_mesh
+from dapo_jax.run.meshes import batch_problems
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -116,7 +117,7 @@ def test_models_and_micro_batches_fit_the_mesh_of_large_recipes(name):
     mesh = AbstractMesh((num_devices // (fsdp * tensor), fsdp, tensor), AXES)
     for rules in (TRAIN_RULES, DECODE_RULES):
         assert indivisible_weights(weight_table(arch), dict(mesh.shape), rules) == []
-    check_mesh(config, arch, mesh)
+    assert batch_problems(trained(config), config.data.train_batch_size, mesh) == []
 
 
 def test_shapes_are_those_of_the_models():

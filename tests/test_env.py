@@ -20,7 +20,7 @@ def printed(tmp_path):
     def run(jax: str, **variables: str) -> str:
         (tmp_path / "jax.py").write_text(jax)
         environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", **variables}
-        command = [sys.executable, "-m", "dapo_jax.tools.env"]
+        command = [sys.executable, "-c", "from dapo_jax import cli; cli.main()", "env"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     return run

@@ -15,12 +15,11 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.command.interrupts import EXIT_CODE, finish, sentence, undone
-from dapo_jax.command.option_uses import put_back, without_switched_off
+from dapo_jax.command.option_uses import default_text, switched_off
 from dapo_jax.config.aliases import FROM_MEMORY, former_options
-from dapo_jax.config.files import EXAMPLE, read_config_file
-from dapo_jax.config.recipes import recipe_file
-from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, freeze
+from dapo_jax.config.files import EXAMPLE, read_config_file, recipe_file
+from dapo_jax.config.sections import Config, TrainerConfig
+from dapo_jax.config.values import DEFAULTS, freeze, with_values
 from dapo_jax.errors import InputError, did_you_mean, say
 from dapo_jax.monitor.recipe import Recipe
 from dapo_jax.parallel.endings import is_jax_failure
@@ -101,9 +100,8 @@ def _ending(error: BaseException, command: str) -> tuple[int, str | None]:
     return FAILED, None
 
 
-def processes_of(config: Config) -> AbstractContextManager[None]:
-    """Joins the processes that the config describes. Enter it before using JAX."""
-    trainer = config.trainer
+def processes_of(trainer: TrainerConfig) -> AbstractContextManager[None]:
+    """Joins the processes that the options describe. Enter it before using JAX."""
     return joined_processes(
         coordinator=trainer.coordinator,
         num_processes=trainer.num_processes,
@@ -127,7 +125,7 @@ def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[tu
             config, more = adapt(config, origin.given)
             origin = origin._replace(lines=(*origin.lines, *more))
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
-        with processes_of(config), refusals(arguments):
+        with processes_of(config.trainer), refusals(arguments):
             if origin.lines and (not jax.distributed.is_initialized() or is_first()):
                 _tell(origin.lines)
             yield config, origin
@@ -179,8 +177,13 @@ def read_options(arguments: Sequence[str]) -> tuple[Config, Recipe]:
     lines = former_options(chosen.value)
     if recipe is None:
         return config, Recipe(path, sorted(keys), None, lines)
-    lines = (*lines, *put_back(recipe, config, keys))
-    return without_switched_off(recipe, config, keys), Recipe(path, sorted(keys), dataclasses.asdict(recipe), lines)
+    off = switched_off(recipe, config, keys)
+    lines += tuple(
+        f"{key} is not read without {setting}: it is back at its default, {default_text(key)}"
+        for key, setting in off.items()
+    )
+    config = with_values(config, {key: DEFAULTS[key] for key in off})
+    return config, Recipe(path, sorted(keys), dataclasses.asdict(recipe), lines)
 
 
 def _prefix(found: re.Match[str]) -> str:

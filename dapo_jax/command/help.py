@@ -2,12 +2,14 @@
 
 import argparse
 import ast
+import dataclasses
 import functools
 import inspect
 import io
 import json
 import textwrap
 import tokenize
+from collections.abc import Iterator
 from typing import Any
 
 from dapo_jax.config import sections as config_module
@@ -94,17 +96,11 @@ def command_parser(prog: str, docstring: str | None, options: str | None = None)
 def options_help(command: str) -> str:
     """The end of the help: the options, `--debug` and where to read more."""
     lines = ["most used options, for the config file or the command line (in brackets: the default):"]
-    comments = field_comments()
+    known, indent = {key: (default, comment) for key, default, comment in described(Config())}, " " * 2 * INDENT
     for option in MOST_USED[command]:
-        owner: Any = Config()
-        *sections, name = option.split(".")
-        for section in sections:
-            owner = getattr(owner, section)
-        lines.append(f"  --config.{option}=... [{_literal(getattr(owner, name))}]")
-        indent = " " * 2 * INDENT
-        lines += textwrap.wrap(
-            comments[type(owner).__name__, name], WIDTH, initial_indent=indent, subsequent_indent=indent
-        )
+        default, comment = known[option]
+        lines.append(f"  --config.{option}=... [{literal(default)}]")
+        lines += textwrap.wrap(comment, WIDTH, initial_indent=indent, subsequent_indent=indent)
     lines += [
         "",
         "  --debug",
@@ -115,6 +111,16 @@ def options_help(command: str) -> str:
         "docs/troubleshooting.md.",
     ]
     return "\n".join(lines)
+
+
+def described(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Each option of a section of the config: its dotted key, its value, and its comment in config/sections.py."""
+    comments = field_comments()
+    for name, value in vars(section).items():
+        if dataclasses.is_dataclass(value):
+            yield from described(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value, comments[type(section).__name__, name]
 
 
 @functools.cache
@@ -132,5 +138,6 @@ def field_comments() -> dict[tuple[str, str], str]:
     }
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """A default as the help and the table of options show it."""
     return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, str) else repr(value)

@@ -7,133 +7,43 @@ of 0 for a term that is off, is allowed.
 import dataclasses
 import operator
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.named import LOSS, named_estimator, named_loss
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.command.tasks import TaskOptions, given_function, held_out_options, parse_tasks
+from dapo_jax.command.tasks import measured_sets, verifiers_of
 from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
 from dapo_jax.config.own_functions import is_own
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.learner.trained_networks import trained
-from dapo_jax.rewards.weighted import functions_of
 
-
-@dataclass(frozen=True)
-class Condition:
-    """A setting with which options are read."""
-
-    setting: str  # "... is not read without {setting}"
-    holds: Callable[[Config], bool]
-
-
-def _measured_sets(config: Config) -> list[TaskOptions]:
-    """What the policy is evaluated on: the held-out problems, if any, and evaluate.tasks."""
-    data = config.data
-    held_out = {
-        "files": bool(data.val_files),
-        "arithmetic": data.arithmetic.num_heldout > 0,
-        "reasoning_gym": data.reasoning_gym.num_heldout > 0,
-    }
-    try:
-        tasks = parse_tasks(config)
-    except ValueError:  # validate reports it; nobody knows what the sets would read
-        tasks = [held_out_options(config)]
-    return [held_out_options(config)] * held_out.get(data.task, True) + tasks
-
-
-def _measures(config: Config) -> bool:
-    return bool(_measured_sets(config))
-
-
-def _reward_functions(config: Config) -> set[str]:
-    """Those of training and held-out problems."""
-    return {given_function(config), *(task.reward_function for task in _measured_sets(config))}
-
-
-def _verifies(config: Config) -> bool:
-    return _reward_functions(config) != {"none"}
-
-
-def verifiers_of(config: Config) -> set[str]:
-    """The verifiers that score training and held-out problems. InputError if reward.functions cannot be read."""
-    return {name for function in _reward_functions(config) for name in functions_of(function)}
-
-
-def _reads_verifier(name: str) -> Callable[[Config], bool]:
-    def reads(config: Config) -> bool:
-        try:
-            return name in verifiers_of(config)
-        except InputError:  # validate reports it; nobody knows what the functions would read
-            return True
-
-    return reads
-
-
-def _normalizes_weights(config: Config) -> bool:
-    return config.algorithm.rollout_correction.rollout_is != "none" or config.actor.old_logprob == "auto"
-
-
-def _samples_in_rounds(config: Config) -> bool:
-    """Whether gen_batch_size matters. Without the filter a round is the batch; giving that size is allowed."""
-    return config.algorithm.filter_groups.enable or gen_batch_size(config.data) == config.data.train_batch_size
-
-
-def _has_round_limit(config: Config) -> bool:
-    groups = config.algorithm.filter_groups
-    return groups.max_num_gen_batches > 0 or groups.adaptive_limit.enable
-
-
-def _may_be_partial(config: Config) -> bool:
-    groups = config.algorithm.filter_groups
-    return "partial" in (groups.on_limit, groups.on_exhausted)
-
-
-def _aggregates(start: str) -> Callable[[Config], bool]:
-    return lambda config: any(one.options.loss_agg_mode.startswith(start) for one in trained(config).values())
-
-
-def _reads_files(config: Config) -> bool:
-    return config.data.task == "files" or any(task.files for task in _measured_sets(config))
-
-
-def _tracks(config: Config) -> bool:
-    return any(name == "wandb" or is_own(name) for name in config.trainer.logger)
-
-
-MEASURED = "problems to evaluate on (data.val_files, num_heldout of a generated task, or evaluate.tasks)"
 F, C = "algorithm.filter_groups", "algorithm.rollout_correction"
-CONDITIONS = {  # those that READS names in capitals
-    "ALIAS": Condition("dapo_jax.config.freeze, which carries out the names of other trainers", lambda config: False),
-    "BEST": Condition(
-        f"trainer.best_metric, or {MEASURED}", lambda config: bool(config.trainer.best_metric) or _measures(config)
-    ),
-    "FILES": Condition("data.task=files or evaluate.tasks", _reads_files),
-    "FORMAT": Condition("the verifier format in reward.function or functions", _reads_verifier("format")),
-    "JUDGE": Condition("the verifier judge in reward.function or functions", _reads_verifier("judge")),
-    "KEPT": Condition("keep_pos_ratio or keep_neg_ratio below 1", lambda config: keeps_some(config.algorithm)),
-    "LIMITED": Condition(f"a limit of rounds ({F}.max_num_gen_batches above 0, or adaptive_limit)", _has_round_limit),
-    "MEASURED": Condition(MEASURED, _measures),
-    "NORMALIZED": Condition(f"{C}.rollout_is=token or sequence, or actor.old_logprob=auto", _normalizes_weights),
-    "PARTIAL": Condition(f"a partial step ({F}.on_limit=partial or on_exhausted=partial)", _may_be_partial),
-    "REFERENCE": Condition(
-        "actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
-        lambda config: uses_reference(config.algorithm, config.actor),
-    ),
-    "ROUNDS": Condition(f"{F}.enable=True", _samples_in_rounds),
-    "SAMPLED": Condition(
-        "a temperature above 0", lambda config: any(s.temperature > 0 for s in _measured_sets(config))
-    ),
-    "SCALED": Condition("loss_agg_mode=seq-mean-token-sum-norm", _aggregates("seq-mean-token-sum-norm")),
-    "SEQUENCES": Condition("a loss_agg_mode of sequences (seq-mean-...)", _aggregates("seq-")),
-    "TRACKED": Condition("'wandb' or FILE.py:Class in trainer.logger", _tracks),
-    "VERIFIED": Condition("a verifier (reward.function other than none)", _verifies),
+MEASURED = "problems to evaluate on (data.val_files, num_heldout of a generated task, or evaluate.tasks)"
+NAMED = {  # conditions that READS names in capitals, in words
+    "ALIAS": "dapo_jax.config.freeze, which carries out the names of other trainers",
+    "BEST": f"trainer.best_metric, or {MEASURED}",
+    "FILES": "data.task=files or evaluate.tasks",
+    "FORMAT": "the verifier format in reward.function or functions",
+    "JUDGE": "the verifier judge in reward.function or functions",
+    "KEPT": "keep_pos_ratio or keep_neg_ratio below 1",
+    "LIMITED": f"a limit of rounds ({F}.max_num_gen_batches above 0, or adaptive_limit)",
+    "MEASURED": MEASURED,
+    "NORMALIZED": f"{C}.rollout_is=token or sequence, or actor.old_logprob=auto",
+    "PARTIAL": f"a partial step ({F}.on_limit=partial or on_exhausted=partial)",
+    "REFERENCE": "actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
+    "ROUNDS": f"{F}.enable=True",
+    "SAMPLED": "a temperature above 0",
+    "SCALED": "loss_agg_mode=seq-mean-token-sum-norm",
+    "SEQUENCES": "a loss_agg_mode of sequences (seq-mean-...)",
+    "TRACKED": "'wandb' or FILE.py:Class in trainer.logger",
+    "VERIFIED": "a verifier (reward.function other than none)",
 }
 IDLE = {  # values that ask for what happens without the setting
     "algorithm.kl_ctrl.kl_coef": 0,
@@ -143,6 +53,43 @@ IDLE = {  # values that ask for what happens without the setting
 }
 
 
+@dataclass(frozen=True)
+class Condition:
+    """A setting with which options are read."""
+
+    setting: str  # "... is not read without {setting}"
+    holds: Callable[[Mapping[str, Any]], bool]  # of every option by its key, and of `_named`
+
+
+def _named(config: Config) -> dict[str, bool]:
+    """Whether each condition of NAMED holds; those of functions that cannot be read do."""
+    data, algorithm, actor, trainer = config.data, config.algorithm, config.actor, config.trainer
+    groups, sets, verifiers = algorithm.filter_groups, measured_sets(config), verifiers_of(config)
+    try:
+        modes = [network.options.loss_agg_mode for network in trained(config).values()]
+    except InputError:  # an estimator of your own does not load: validate reports it
+        modes = [actor.loss_agg_mode]
+    return {
+        "ALIAS": False,
+        "BEST": bool(trainer.best_metric or sets),
+        "FILES": data.task == "files" or any(task.files for task in sets),
+        "FORMAT": verifiers is None or "format" in verifiers,
+        "JUDGE": verifiers is None or "judge" in verifiers,
+        "KEPT": keeps_some(algorithm),
+        "LIMITED": groups.max_num_gen_batches > 0 or groups.adaptive_limit.enable,
+        "MEASURED": bool(sets),
+        "NORMALIZED": algorithm.rollout_correction.rollout_is != "none" or actor.old_logprob == "auto",
+        "PARTIAL": "partial" in (groups.on_limit, groups.on_exhausted),
+        "REFERENCE": uses_reference(algorithm, actor),
+        "ROUNDS": groups.enable or gen_batch_size(data) == data.train_batch_size,  # without it a round is the batch
+        "SAMPLED": any(task.temperature > 0 for task in sets),
+        "SCALED": "seq-mean-token-sum-norm" in modes,
+        "SEQUENCES": any(mode.startswith("seq-") for mode in modes),
+        "TRACKED": any(name == "wandb" or is_own(name) for name in trainer.logger),
+        "VERIFIED": verifiers != {"none"},
+    }
+
+
 def _condition(text: str, prefix: str, key: str) -> Condition:
     """The condition that READS of a section calls `text`.
 
@@ -150,21 +97,21 @@ def _condition(text: str, prefix: str, key: str) -> Condition:
         prefix: of the section's keys; an option without it is the section's own.
         key: the option that is read.
     """
-    if text in CONDITIONS:
-        return CONDITIONS[text]
+    if text in NAMED:
+        return Condition(NAMED[text], operator.itemgetter(text))
     name, takes, parameter = text.partition(" takes")
     option, sign, values = name.partition("=")
     option, other, excluded = option.partition(" other than ")
     option = prefix + option if prefix + option in DEFAULTS else option
-    get, default = operator.attrgetter(option), DEFAULTS[option]
+    default = DEFAULTS[option]
     if takes:
         return _with_parameter(option, parameter.strip() or key.rpartition(".")[2])
     if other:
-        return Condition(f"{option} other than {excluded}", lambda config: get(config) != excluded)
+        return Condition(f"{option} other than {excluded}", lambda known: known[option] != excluded)
     if sign:
-        return Condition(f"{option}={values}", lambda config: str(get(config)) in values.split(" or "))
+        return Condition(f"{option}={values}", lambda known: str(known[option]) in values.split(" or "))
     suffix = "=True" if isinstance(default, bool) else "" if isinstance(default, str) else " above 0"
-    return Condition(option + suffix, lambda config: get(config) > 0 if suffix == " above 0" else bool(get(config)))
+    return Condition(option + suffix, lambda known: known[option] > 0 if suffix == " above 0" else bool(known[option]))
 
 
 def _with_parameter(option: str, parameter: str) -> Condition:
@@ -172,8 +119,8 @@ def _with_parameter(option: str, parameter: str) -> Condition:
     tables, named = ((LOSSES, SELECTIONS), named_loss) if option == LOSS else ((ESTIMATORS,), named_estimator)
     names = [name for name in tables[0] if any(name in table and needs(table[name], parameter) for table in tables)]
 
-    def holds(config: Config) -> bool:
-        name = operator.attrgetter(option)(config)
+    def holds(known: Mapping[str, Any]) -> bool:
+        name = known[option]
         return needs(named(name), parameter) if is_own(name) else name in names
 
     return Condition(f"{option}={' or '.join(names)}", holds)
@@ -204,57 +151,33 @@ def unread(config: Config) -> dict[str, str]:
     `config` must have no `type_problems`.
     """
     values, found = flat(config), {}
+    known = values | _named(config)
     for key, conditions in READS.items():
         if values[key] not in (DEFAULTS[key], IDLE.get(key)):
-            failing = next((one for one in conditions if not one.holds(config)), None)
+            failing = next((one for one in conditions if not one.holds(known)), None)
             found |= {key: failing.setting} if failing else {}
     return found
 
 
-def _default(key: str) -> str:
+def default_text(key: str) -> str:
     return "null" if DEFAULTS[key] is None else repr(DEFAULTS[key])
-
-
-def unread_problems(config: Config) -> list[str]:
-    """One line for each option in `unread`, and for each lower bound given to a criterion that has none."""
-    values = flat(config)
-    problems = [
-        f"{key}={values[key]!r} is not read without {setting}: set that, or leave it at its default, {_default(key)}"
-        for key, setting in unread(config).items()
-    ]
-    correction = config.algorithm.rollout_correction
-    for name, threshold in zip(correction.rollout_rs, correction.rollout_rs_threshold, strict=False):
-        low, separator, high = threshold.partition("_")
-        if separator and not name.endswith("_k1"):
-            problems.append(
-                f"{C}.rollout_rs_threshold={correction.rollout_rs_threshold}: {name} has no lower bound, so {low} is "
-                f"not read: give {high!r}"
-            )
-    return problems
 
 
 def without_switched_off(base: Config, config: Config, chosen: Collection[str]) -> Config:
     """`config`, a variation of `base`, with the options that the variation switches off reset to their defaults.
 
     So one option is enough to vary a recipe: the options of a feature need not be unset when it is switched off.
-    Options that `base` leaves unread and `chosen` ones stay, for `validate` to refuse. `put_back` lists the changes.
+    Options that `base` leaves unread and `chosen` ones stay, for `validate` to refuse.
 
     Args:
         chosen: keys that the variation sets.
     """
-    off = _switched_off(base, config, chosen)
+    off = switched_off(base, config, chosen)
     return with_values(config, {key: DEFAULTS[key] for key in off}) if off else config
 
 
-def put_back(base: Config, config: Config, chosen: Collection[str]) -> tuple[str, ...]:
-    """A line for each option that `without_switched_off` resets."""
-    return tuple(
-        f"{key} is not read without {setting}: it is back at its default, {_default(key)}"
-        for key, setting in _switched_off(base, config, chosen).items()
-    )
-
-
-def _switched_off(base: Config, config: Config, chosen: Collection[str]) -> dict[str, str]:
+def switched_off(base: Config, config: Config, chosen: Collection[str]) -> dict[str, str]:
+    """The options that `without_switched_off` resets, each with the setting that would read it."""
     if type_problems(config) or type_problems(base):
         return {}
     try:

@@ -1,71 +1,74 @@
 """Host: the rules of a config about reward functions, their numbers and the judge, one line per problem."""
 
 import json
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from urllib.parse import urlsplit
 
-from dapo_jax.command.option_uses import verifiers_of
-from dapo_jax.command.tasks import NO_FUNCTIONS, given_function
-from dapo_jax.config.sections import Config
+from dapo_jax.command.tasks import NO_FUNCTIONS
+from dapo_jax.config.derived import trains_on_rewards
+from dapo_jax.config.sections import DistillationConfig, JudgeConfig, RewardConfig
 from dapo_jax.data.experience import OWN_SCORES
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.judge_prompt import read_template
 from dapo_jax.rewards.response_format import compiled_pattern
 from dapo_jax.rewards.session import session_problem
 from dapo_jax.rewards.verifiers import VERIFIERS
-from dapo_jax.rewards.weighted import JUDGE, functions_of, is_weighted, parse_parts
+from dapo_jax.rewards.weighted import functions_of, is_weighted, parse_parts
 
 _OURS = ("model", "messages", "stream", "n")  # fields of a request to a judge
 
 
-def reward_problems(config: Config) -> Iterator[str]:
-    """What is wrong with reward.function and reward.functions."""
-    given = config.reward.functions
+def reward_problems(reward: RewardConfig, distillation: DistillationConfig, function: str) -> Iterator[str]:
+    """What is wrong with reward.function and reward.functions, of which `function` is given."""
+    if function == "none" and not reward.model.path and trains_on_rewards(distillation):
+        yield (
+            "reward.function=none needs a reward model or a teacher: give reward.model.path, or "
+            "algorithm.distillation.path with use_task_rewards=False"
+        )
     try:
-        parts = () if given == NO_FUNCTIONS else parse_parts(given)
+        parts = () if reward.functions == NO_FUNCTIONS else parse_parts(reward.functions)
     except InputError as error:
         yield str(error)
         return
-    for function in [part.function for part in parts] or [config.reward.function]:
-        if problem := session_problem(function):
+    for name in [part.function for part in parts] or [function]:
+        if problem := session_problem(name):
             yield problem
     try:
-        compiled_pattern(config.reward.format.pattern)
+        compiled_pattern(reward.format.pattern)
     except InputError as error:
         yield str(error)
-    if given_function(config) == "none" and config.reward.length.form != "none":
+    if function == "none" and reward.length.form != "none":
         yield (
-            f"reward.length.form={config.reward.length.form} needs a verifier that says which responses are right, but "
+            f"reward.length.form={reward.length.form} needs a verifier that says which responses are right, but "
             "reward.function=none: choose one, or set form=none"
         )
     if taken := sorted({part.name for part in parts} & {*OWN_SCORES}):
         yield f"reward.functions, {', '.join(taken)}: these numbers are computed from the score: rename the functions"
 
 
-def metric_problems(config: Config) -> Iterator[str]:
-    """A filter metric that is never measured. Which numbers a function of your own returns is not known here."""
-    groups, known = config.algorithm.filter_groups, measured_numbers(config)
-    if not groups.enable or known is None:
+def metric_problems(metric: str, numbers: Collection[str], function: str) -> Iterator[str]:
+    """A filter metric that is never measured."""
+    if metric in numbers or (metric == "acc" and function == "none"):  # of which filter_problems speaks
         return
-    if groups.metric in known or (groups.metric == "acc" and given_function(config) == "none"):  # _algorithm_problems
-        return
-    function = given_function(config)
     option = f"reward.function{'s' * is_weighted(function)}={function}"
-    close = [name for name in known if groups.metric.startswith(name)] or get_close_matches(groups.metric, known)
+    close = [name for name in numbers if metric.startswith(name)] or get_close_matches(metric, numbers)
     meant = f" (did you mean {close[0]}?)" if close else ""
     yield (
-        f"algorithm.filter_groups.metric={groups.metric} is not a number that {option} returns: "
-        f"choose one of {', '.join(known)}{meant}, or give a function of your own that returns it"
+        f"algorithm.filter_groups.metric={metric} is not a number that {option} returns: "
+        f"choose one of {', '.join(numbers)}{meant}, or give a function of your own that returns it"
     )
 
 
-def measured_numbers(config: Config) -> list[str] | None:
-    """The numbers that a response has; None if what its reward function returns is not known."""
-    reward, returned = config.reward, _returned_numbers(config)
-    if returned is None:
+def measured_numbers(reward: RewardConfig, function: str) -> list[str] | None:
+    """The numbers that a response has; None if what `function` returns is not known, as of one of your own."""
+    try:
+        if not VERIFIERS.keys() >= {*functions_of(function)}:
+            return None
+    except InputError:  # reward_problems reports it
         return None
+    returned = [*VERIFIERS[function].numbers] if function in VERIFIERS else ["acc", "score"]
+    returned += [part.name for part in parse_parts(function)] if is_weighted(function) else []
     measured = {
         "reward_model": bool(reward.model.path),
         "length_reward": reward.length.form != "none",
@@ -74,26 +77,8 @@ def measured_numbers(config: Config) -> list[str] | None:
     return [*returned, *(name for name in OWN_SCORES if measured.get(name, True))]
 
 
-def _returned_numbers(config: Config) -> list[str] | None:
-    """The numbers that reward.function or reward.functions returns, without OWN_SCORES; None if that is not known."""
-    with suppress(InputError):  # reward_problems reports it
-        function = given_function(config)
-        if not VERIFIERS.keys() >= {*functions_of(function)}:
-            return None
-        if not is_weighted(function):
-            return [*VERIFIERS[function].numbers]
-        return ["acc", "score", *(part.name for part in parse_parts(function))]
-    return None
-
-
-def judge_problems(config: Config) -> Iterator[str]:
+def judge_problems(judge: JudgeConfig) -> Iterator[str]:
     """What is wrong with reward.judge, if a reward function asks it."""
-    asked = False
-    with suppress(InputError):  # reward_problems reports it
-        asked = JUDGE in verifiers_of(config)
-    if not asked:
-        return
-    judge = config.reward.judge
     if not judge.model:
         yield "reward.judge.model is empty: give the name that the endpoint knows"
     yield from _address_problems(judge.base_url)

@@ -18,9 +18,7 @@ from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.weighted import functions_of
 
-NO_FUNCTIONS = RewardConfig.functions  # "reward.function alone"
-
-
+NO_FUNCTIONS = RewardConfig.functions  # reward.function alone
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # type of an option: its types in JSON, and their description
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
@@ -52,6 +50,11 @@ class TaskOptions:
         return read_prompt_files(self.files, columns, names_sources="auto" not in functions_of(self.reward_function))
 
 
+def given_function(reward: RewardConfig) -> str:
+    """What scores responses: the text of reward.functions if it is given, else reward.function."""
+    return reward.function if reward.functions == NO_FUNCTIONS else reward.functions
+
+
 def held_out_options(config: Config) -> TaskOptions:
     """The options for data.val_files, or for the problems that a generated task holds out."""
     evaluate = config.evaluate
@@ -67,7 +70,7 @@ def held_out_options(config: Config) -> TaskOptions:
         top_k=evaluate.top_k,
         max_prompts=evaluate.max_prompts,
         batch_size=evaluate.batch_size,
-        reward_function=given_function(config),
+        reward_function=given_function(config.reward),
     )
 
 
@@ -106,7 +109,25 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
     return dataclasses.replace(default, **options | {"name": name, "files": without_tilde(files)})
 
 
-def given_function(config: Config) -> str:
-    """What scores responses: the text of reward.functions if it is given, else reward.function."""
-    reward = config.reward
-    return reward.function if reward.functions == NO_FUNCTIONS else reward.functions
+def measured_sets(config: Config) -> list[TaskOptions]:
+    """What the policy is evaluated on: the held-out problems, if any, and evaluate.tasks."""
+    data, held_out = config.data, held_out_options(config)
+    has_held_out = {
+        "files": bool(data.val_files),
+        "arithmetic": data.arithmetic.num_heldout > 0,
+        "reasoning_gym": data.reasoning_gym.num_heldout > 0,
+    }
+    try:
+        tasks = parse_tasks(config)
+    except ValueError:  # validate reports it; nobody knows what the sets would read
+        tasks = [held_out]
+    return [held_out] * has_held_out.get(data.task, True) + tasks
+
+
+def verifiers_of(config: Config) -> set[str] | None:
+    """The verifiers that score training and held-out problems; None if reward.functions cannot be read."""
+    functions = {given_function(config.reward), *(task.reward_function for task in measured_sets(config))}
+    try:
+        return {name for function in functions for name in functions_of(function)}
+    except InputError:  # validate reports it
+        return None

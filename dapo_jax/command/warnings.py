@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.command.tasks import given_function
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    EvaluateConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.rewards.weighted import functions_of, is_weighted
 
@@ -18,15 +26,17 @@ NO_POLICY_STEP = "trainer.critic_warmup leaves no step that updates the policy"
 
 def warnings(config: Config) -> list[str]:
     """What `config` asks for but rarely means. `validate` has found no problem with it."""
-    return [*_of_sampling(config), *_of_algorithm(config), *(_of_filter(config) if _filters(config) else ())]
+    actor, algorithm, trainer = config.actor, config.algorithm, config.trainer
+    found = [*_of_sampling(config.rollout, config.evaluate), *_of_loss(actor, algorithm)]
+    if trainer.critic_warmup >= trainer.total_training_steps > 0:
+        found.append(NO_POLICY_STEP)
+    if algorithm.filter_groups.enable:
+        found += _of_filter(algorithm, config.rollout, actor)
+        found += _of_filter_metric(algorithm, config.reward, config.data)
+    return found
 
 
-def _filters(config: Config) -> bool:
-    return config.algorithm.filter_groups.enable
-
-
-def _of_sampling(config: Config) -> Iterator[str]:
-    rollout, evaluate = config.rollout, config.evaluate
+def _of_sampling(rollout: RolloutConfig, evaluate: EvaluateConfig) -> Iterator[str]:
     if rollout.top_p < 1 or rollout.top_k > 0:
         yield (
             f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: training samples are drawn from a "
@@ -43,24 +53,12 @@ def _of_sampling(config: Config) -> Iterator[str]:
         yield f"evaluate.n={evaluate.n} with temperature=0: all samples of a problem are equal; n=1 is enough"
 
 
-def _of_algorithm(config: Config) -> Iterator[str]:
-    actor, trainer = config.actor, config.trainer
-    mode = actor.policy_loss.loss_mode
-    if mode in ("gspo", "geo_mean", "sapo") and actor.loss_agg_mode != "seq-mean-token-mean":
-        yield (
-            f"actor.policy_loss.loss_mode={mode} is defined with actor.loss_agg_mode=seq-mean-token-mean, "
-            f"not {actor.loss_agg_mode}"
-        )
-    yield from _of_loss(config)
-    if trainer.critic_warmup >= trainer.total_training_steps > 0:
-        yield NO_POLICY_STEP
-
-
-def _of_loss(config: Config) -> Iterator[str]:
+def _of_loss(actor: ActorConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Bounds and estimates with which a loss does not do what its paper says."""
-    actor, algorithm, estimator = config.actor, config.algorithm, config.algorithm.adv_estimator
-    low, high, mode = actor.clip_ratio_low, actor.clip_ratio_high, actor.policy_loss.loss_mode
-    of_mode = f"actor.policy_loss.loss_mode={mode}"
+    mode, estimator = actor.policy_loss.loss_mode, algorithm.adv_estimator
+    low, high, of_mode = actor.clip_ratio_low, actor.clip_ratio_high, f"actor.policy_loss.loss_mode={mode}"
+    if mode in ("gspo", "geo_mean", "sapo") and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield f"{of_mode} is defined with actor.loss_agg_mode=seq-mean-token-mean, not {actor.loss_agg_mode}"
     if mode == "cispo" and low < 1:
         yield (
             f"{of_mode} with actor.clip_ratio_low={low} raises weights below {1 - low:.3g} to it; the paper has no "
@@ -83,10 +81,9 @@ def _of_loss(config: Config) -> Iterator[str]:
         )
 
 
-def _of_filter(config: Config) -> Iterator[str]:
-    algorithm, reward = config.algorithm, config.reward
+def _of_filter(algorithm: AlgorithmConfig, rollout: RolloutConfig, actor: ActorConfig) -> Iterator[str]:
     groups, estimator = algorithm.filter_groups, algorithm.adv_estimator
-    if config.rollout.n == 1:
+    if rollout.n == 1:
         yield "rollout.n=1: a group of one sample is always kept, and its advantage is its reward"
     if estimator == "cpo":
         yield "algorithm.adv_estimator=cpo has its own contrast: the group filter is normally off with it"
@@ -95,6 +92,21 @@ def _of_filter(config: Config) -> Iterator[str]:
             f"algorithm.adv_estimator={estimator} compares no samples within a group: it also learns from groups that "
             "are all right or all wrong, which the group filter drops; the filter is normally off with it"
         )
+    if groups.backfill == "stream" and groups.leftover != "requeue":
+        yield (
+            f"algorithm.filter_groups.leftover={groups.leftover} with backfill=stream: which groups are left over "
+            "depends on the keep rate; only requeue gives the same batches for every schedule"
+        )
+    if groups.leftover == "carry" and actor.old_logprob == "recompute":
+        yield (
+            "algorithm.filter_groups.leftover=carry with actor.old_logprob=recompute: carried groups are treated as "
+            "if the newer policy had sampled them"
+        )
+
+
+def _of_filter_metric(algorithm: AlgorithmConfig, reward: RewardConfig, data: DataConfig) -> Iterator[str]:
+    """A metric with which groups pass that are all right or all wrong, or are dropped though they are mixed."""
+    groups = algorithm.filter_groups
     shaped = groups.metric in ("seq_reward", *FINAL_REWARD)
     by_length = reward.length.form != "none" and (shaped or groups.metric == "length_reward")
     contains = ["the overlong penalty"] * (shaped and reward.overlong_buffer.enable)
@@ -105,27 +117,17 @@ def _of_filter(config: Config) -> Iterator[str]:
             f"algorithm.filter_groups.metric={groups.metric} contains {' and '.join(contains)}, so groups whose "
             f"answers are all wrong{' or all right' * by_length} can pass the filter; the paper's metric is acc"
         )
-    function = given_function(config)
+    function = given_function(reward)
     if (groups.metric == "score" or shaped) and is_weighted(function) and len(functions_of(function)) > 1:
         yield (
             f"algorithm.filter_groups.metric={groups.metric} contains every part of reward.functions={function}, so a "
             "group whose answers are all wrong passes the filter as soon as a part such as format or length differs; "
             "acc is the first part's"
         )
-    signed = ("math_dapo", "math_dapo_lenient", *["auto"] * (config.data.task == "files"))
+    signed = ("math_dapo", "math_dapo_lenient", *["auto"] * (data.task == "files"))
     by_mean = groups.rule == "mean_range" and (groups.metric == "score" or shaped)
     if by_mean and groups.filter_low >= 0 and function in signed:
         yield (
             f"algorithm.filter_groups.rule=mean_range with metric={groups.metric}: a score of math_dapo is -1 or 1, "
             f"so filter_low={groups.filter_low} drops groups that are mostly wrong; acc is 0 or 1"
-        )
-    if groups.backfill == "stream" and groups.leftover != "requeue":
-        yield (
-            f"algorithm.filter_groups.leftover={groups.leftover} with backfill=stream: which groups are left over "
-            "depends on the keep rate; only requeue gives the same batches for every schedule"
-        )
-    if groups.leftover == "carry" and config.actor.old_logprob == "recompute":
-        yield (
-            "algorithm.filter_groups.leftover=carry with actor.old_logprob=recompute: carried groups are treated as "
-            "if the newer policy had sampled them"
         )

@@ -3,8 +3,6 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, flat, with_values
 from dapo_jax.errors import InputError
 
 # What other trainers call an option, with what to write here; {} is the value.
@@ -70,8 +68,10 @@ ONLINE_SETS = {
 }
 
 
-def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
-    """`config` with every alias applied and reset to None. `freeze` calls it.
+def alias_changes(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], chosen: Collection[str] = ()
+) -> dict[str, Any]:
+    """What applies every alias and resets it to None, by dotted key. `freeze` makes these changes.
 
     - data.rollout_batch_size, data.mini_rollout_batch_size (EasyR1): train_batch_size, gen_batch_size.
     - algorithm.use_dynamic_sample, dynamic_sample_max_gen_batches: filter by the spread of seq_reward. At the limit
@@ -85,13 +85,13 @@ def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
     - rollout.engine (of earlier versions) has no effect.
 
     Args:
+        values, defaults: of every option, by dotted key.
         chosen: keys set on the command line. Such an option contradicts an alias even at its default value, and a False
             among them drops the dependent aliases of the config file.
 
     Raises:
         InputError: an alias lacks the one that it depends on, or contradicts another or the option that it sets.
     """
-    values = flat(config)
     given = {key: value for key in ALIASES if (value := values[key]) is not None}
     for switch, keys in DEPENDANTS.items():
         if given.get(switch) is False and switch in chosen:
@@ -100,10 +100,10 @@ def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
     changes: dict[str, Any] = dict.fromkeys(ALIASES)
     for alias, key, value in _settings(given):
         found = values[key]
-        if found != value and (key in chosen or found != DEFAULTS[key]):
+        if found != value and (key in chosen or found != defaults[key]):
             raise InputError(f"{alias} sets {key}={value}, but {found} was given: leave out one of them")
         changes[key] = value
-    return with_values(config, changes)
+    return changes
 
 
 def _check_switches(given: Mapping[str, Any]) -> None:

@@ -1,5 +1,8 @@
-"""Host: reads config files: a recipe by its name, Python with get_config(), YAML, JSON such as a run's config.json."""
+"""Host: config files: a recipe that comes with the package by its name, Python with get_config(), YAML, JSON such as a
+run's config.json.
+"""
 
+import ast
 import json
 import re
 import runpy
@@ -16,14 +19,39 @@ from ml_collections import ConfigDict
 
 from dapo_jax import __version__
 from dapo_jax.config.places import is_address, place_of
-from dapo_jax.config.recipes import closest, recipe_file
 from dapo_jax.config.values import default_config
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, did_you_mean
 
+_PACKAGE, _CHECKOUT = Path(__file__).parents[1:3]  # setup.py puts configs/ and scripts/launch/ into the package
+FOLDER = found if (found := _PACKAGE / "recipes").is_dir() else _CHECKOUT / "configs"
+LAUNCHERS = found if (found := _PACKAGE / "launchers").is_dir() else _CHECKOUT / "scripts" / "launch"
+SHAPES = FOLDER / "shapes"  # config.json of well-known models, which the preflight reads
 EXAMPLE = (
     "give a recipe (`dapo-jax configs` lists them), for example --config tiny, or a config file, for example --config "
     "mine.py or the config.json of a run"
 )
+
+
+def recipes() -> dict[str, str]:
+    """Each recipe, a Python file of the package without .py, with the first line of its docstring."""
+    return {name: text.partition("\n")[0] for name, text in docstrings().items()}
+
+
+def docstrings() -> dict[str, str]:
+    """The docstring of each recipe."""
+    files = {file.stem: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.py"))}
+    return {name: ast.get_docstring(file) or "" for name, file in files.items()}
+
+
+def recipe_file(name: str) -> Path | None:
+    """The file of the recipe of that name; None if there is none."""
+    return FOLDER / f"{name}.py" if name in {file.stem for file in FOLDER.glob("*.py")} else None
+
+
+def closest(name: str) -> str:
+    """A question in brackets that names the recipes with a similar name; "" if there are none."""
+    meant = did_you_mean(name, (file.stem for file in FOLDER.glob("*.py")))
+    return f" ({meant})" if meant else ""
 
 
 def read_config_file(path: str) -> ConfigDict:
@@ -97,8 +125,7 @@ def _read_yaml(text: str) -> Any:
 
 READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     ".json": ("JSON", json.loads),
-    ".yaml": ("YAML", _read_yaml),
-    ".yml": ("YAML", _read_yaml),
+    **dict.fromkeys((".yaml", ".yml"), ("YAML", _read_yaml)),
 }
 
 

@@ -30,17 +30,36 @@ def absolute(name: str) -> str:
     return f"{found[0].absolute()}:{found[1]}" if found else name
 
 
-def load_named(option: str, name: str) -> Callable[..., Any]:
-    """The function that `option` names, as package.module.function or FILE.py:function.
+def name_of(function: Callable[..., Any]) -> str:
+    """The name by which another process can find `function`.
+
+    Raises:
+        InputError: there is none, for a lambda, a method, or a function inside another.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if name.isidentifier():
+        if module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is function:
+            return f"{module}.{name}"
+        file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
+        if file is not None and file.endswith(".py") and Path(file).is_file():
+            return f"{file}:{name}"
+    raise InputError(
+        f"{function!r} has no name by which a verifier process can find it: define it with `def` at the top level of a "
+        "Python file, and give that function, package.module.function or FILE.py:function"
+    )
+
+
+def load_named(option: str, name: str, kind: str = "function") -> Callable[..., Any]:
+    """The function, or the class, that `option` names, as package.module.function or FILE.py:function.
 
     Raises:
         InputError: it does not exist, or its module does not load.
         MemoryError: its module needs more memory than the process may use.
     """
     in_file, given = file_and_function(name), f"{option}={name!r}"
-    rule = f"{given} must be a path package.module.function or FILE.py:function"
+    rule = f"{given} must be a path package.module.{kind} or FILE.py:{kind}"
     if in_file is None and name.endswith(".py"):
-        raise InputError(f"{rule}: add the name of the function, {name}:FUNCTION")
+        raise InputError(f"{rule}: add the name of the {kind}, {name}:{kind.upper()}")
     module_name, function_name = name.rpartition(".")[::2] if in_file is None else (str(in_file[0]), in_file[1])
     if in_file is not None and not in_file[0].is_file():
         raise InputError(
@@ -55,9 +74,10 @@ def load_named(option: str, name: str) -> Callable[..., Any]:
         raise InputError(f"{given} does not load: {_import_failure(module_name, error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        named = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        is_one = inspect.isclass if kind == "class" else inspect.isfunction
+        named = [key for key, value in vars(module).items() if is_one(value) and not key.startswith("_")]
         there = f" (it has {', '.join(named[:5])})" if named and in_file is not None else ""
-        raise InputError(f"{rule}, but {module_name!r} has no function {function_name!r}{there}: correct the path")
+        raise InputError(f"{rule}, but {module_name!r} has no {kind} {function_name!r}{there}: correct the path")
     return function
 
 

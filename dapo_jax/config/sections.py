@@ -158,7 +158,7 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = True  # recompute parts of a layer in the backward pass: less memory
     attention: Attention = "fused"  # training: xla | cudnn, triton (NVIDIA) | splash (TPU) | fused (the best that runs)
     router_replay: bool = True  # mixtures of experts: training uses the experts that the sampler chose
-    remat_policy: str = "full"  # kept for the backward pass: full (nothing) | attention | dots | offload (accelerators)
+    remat_policy: str = "auto"  # kept for the backward pass: full (nothing) | attention | dots | offload | auto
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
     READS = {"enable_gradient_checkpointing": "remat_policy", "path=random": "random"}

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 from flax import traverse_util
-from ml_collections import config_dict
+from ml_collections import ConfigDict, FieldReference, config_dict
 
-from dapo_jax.config.function_names import Section, name_of
-from dapo_jax.config.own_functions import absolute
+from dapo_jax.config.aliases import alias_changes
+from dapo_jax.config.own_functions import absolute, name_of
 from dapo_jax.config.places import without_tilde
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
@@ -30,12 +30,23 @@ PATHS = (  # of files and directories, or gs:// addresses
 )
 
 
+class Section(ConfigDict):
+    """A section of the config. A function assigned to a key is stored by name, one text for several as a tuple."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(value, FieldReference) and callable(value):
+            value = name_of(value)
+        if isinstance(value, str) and isinstance(self.get(key), tuple):
+            value = (value,)  # as on the command line
+        super().__setitem__(key, value)
+
+
 def default_config() -> Any:
     """The defaults as a locked ConfigDict, for a config file's `get_config()` to change."""
     return _config_dict(Config()).lock()
 
 
-def _config_dict(section: Any) -> config_dict.ConfigDict:
+def _config_dict(section: Any) -> ConfigDict:
     values = Section()
     for name, kind in typing.get_type_hints(type(section)).items():
         default = getattr(section, name)
@@ -44,7 +55,7 @@ def _config_dict(section: Any) -> config_dict.ConfigDict:
         elif default is None:
             values[name] = config_dict.placeholder(_optional_type(kind))
         elif default == "{}":  # the text of a JSON object; a file may give the object itself
-            values[name] = config_dict.FieldReference(default, field_type=object)
+            values[name] = FieldReference(default, field_type=object)
         else:
             values[name] = default
     return values
@@ -63,14 +74,17 @@ def freeze(values: Any, chosen: Collection[str] = ()) -> Config:
     """The frozen dataclasses of a ConfigDict made by `default_config()`, with its aliases applied.
 
     Args:
-        chosen: keys set on the command line, see `resolve_aliases`.
+        chosen: keys set on the command line, see `alias_changes`.
 
     Raises:
         InputError: unknown or missing keys, or aliases that contradict each other (aliases.py).
     """
-    from dapo_jax.config.aliases import resolve_aliases  # which imports this module
-
     return resolve_aliases(_freeze(Config, values), chosen)
+
+
+def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
+    """`config` with every alias applied and reset to None, see `alias_changes`."""
+    return with_values(config, alias_changes(flat(config), DEFAULTS, chosen))
 
 
 def _freeze(section: Any, values: Any, prefix: str = "") -> Any:
@@ -94,9 +108,9 @@ def _freeze_value(key: str, value: Any) -> Any:
     """A list as a tuple, an object as JSON text, a path without ~, the file of a function with its whole path."""
     if isinstance(value, list | tuple):
         value = tuple(value)
-    elif isinstance(value, dict | config_dict.ConfigDict):
+    elif isinstance(value, dict | ConfigDict):
         try:
-            plain = value.to_dict() if isinstance(value, config_dict.ConfigDict) else value
+            plain = value.to_dict() if isinstance(value, ConfigDict) else value
             value = json.dumps(plain, default=_named)
         except (TypeError, ValueError) as error:
             raise InputError(f"{key}={value!r} must hold only JSON values ({error}): correct it") from error

@@ -4,32 +4,48 @@ dapo-jax configs           lists the recipes by the hardware that they need, the
 dapo-jax configs NAME      prints the file of one, to read or to copy: dapo-jax configs quickstart > mine.py
 """
 
-import argparse
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Sequence
 
 from dapo_jax.command.command_line import refusals
-from dapo_jax.config.recipes import LAUNCHERS, closest, hardware, launchers, recipe_file, recipes
+from dapo_jax.command.help import command_parser
+from dapo_jax.config.files import LAUNCHERS, closest, docstrings, recipe_file
 from dapo_jax.errors import InputError, say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dapo-jax configs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("dapo-jax configs", __doc__)
     parser.add_argument("name", nargs="?", help="the recipe or launcher to print")
     given = parser.parse_args(arguments)
     with refusals(["configs"]):
-        scripts = {"launchers": launchers()}
-        say(text_of(given.name) if given.name else table({**recipes(), **scripts["launchers"]}, hardware() | scripts))
+        say(text_of(given.name) if given.name else listing())
 
 
-def table(found: Mapping[str, str], groups: Mapping[str, Iterable[str]]) -> str:
-    """A line for each name and what it does, below the hardware that it needs or what it is."""
-    width = max(map(len, found))
-    blocks = [
-        [f"{place}:", *(f"  {name:<{width}}  {found[name]}" for name in names)] for place, names in groups.items()
-    ]
-    return "\n".join(line for block in blocks for line in block)
+def listing() -> str:
+    """A line for each name and what it does, below the hardware that it needs; the smallest first, launchers last."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, text in docstrings().items():
+        place = re.search(r"Hardware: (.*?)(?: such as| with| and| \(|[;,.]|$)", text)
+        groups.setdefault(place[1] if place else "anything", {})[name] = text.partition("\n")[0]
+    groups = dict(sorted(groups.items(), key=lambda group: _size(group[0]))) | {"launchers": launchers()}
+    width = max(len(name) for group in groups.values() for name in group)
+    lines = []
+    for place, group in groups.items():
+        lines += [f"{place}:", *(f"  {name:<{width}}  {does}" for name, does in group.items())]
+    return "\n".join(lines)
+
+
+def _size(place: str) -> tuple[int, int]:
+    """Orders hardware: any, CPUs, one device, then by the number of devices and their memory."""
+    devices, memory = re.match(r"(\d+) devices", place), re.search(r"(\d+) GB", place)
+    number = int(devices[1]) if devices else 1 if place.startswith("one") else 0
+    return (number, int(memory[1]) if memory else int(place != "anything"))
+
+
+def launchers() -> dict[str, str]:
+    """Each launcher's file, with the line that says what it does."""
+    texts = {file.name: file.read_text(encoding="utf-8") for file in sorted(LAUNCHERS.iterdir()) if file.is_file()}
+    return {name: re.findall(r"^# (.*)$", text, re.MULTILINE)[0] for name, text in texts.items()}
 
 
 def text_of(name: str) -> str:
@@ -38,7 +54,3 @@ def text_of(name: str) -> str:
     if file is None:
         raise InputError(f"there is no recipe or launcher {name}{closest(name)}: `dapo-jax configs` lists them")
     return file.read_text(encoding="utf-8").rstrip()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,6 @@ published with about 100 and 32 copies. Prompts with several answers are left ou
 test problems. A file appears when it is complete, files that exist are kept, and the same rows give the same bytes.
 """
 
-import argparse
 import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo_jax.command.command_line import refusals
+from dapo_jax.command.help import command_parser
 from dapo_jax.data.prompt_files import read_records
 from dapo_jax.data.published import FILES, Row, gsm8k_row, make_row, text_of
 from dapo_jax.data.rows import prompt_identity
@@ -44,9 +44,7 @@ Convert = Callable[[dict[str, Any]], Row | None]  # None leaves a row out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dapo-jax data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("dapo-jax data", __doc__)
     parser.add_argument("name", choices=FILES, help="the data set")
     parser.add_argument("--output", type=Path, default=Path("data"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--input", nargs="+", metavar="FILE", default=[], help="instead of the hub's files")

@@ -6,12 +6,6 @@ Versions, devices, variables and packages that do not fit each other. It works w
 variable whose name says that it is secret.
 """
 
-if __name__ == "__main__":
-    from dapo_jax.command.interrupts import end_at_once
-
-    end_at_once("env")
-
-import argparse
 import os
 import platform
 import re
@@ -21,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dapo_jax import __version__
+from dapo_jax.command.help import command_parser
 from dapo_jax.errors import say
 from dapo_jax.monitor.environment import host, is_secret, versions
 from dapo_jax.parallel.conflicts import conflicts_here, explained
@@ -109,12 +104,6 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dapo-jax env", description="Prints what a bug report needs, as Markdown to paste."
-    )
+    parser = command_parser("dapo-jax env", __doc__)
     parser.parse_args(arguments)
     say(report(os.environ))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,12 +7,6 @@ From a work directory it reads metrics.jsonl. The plot (matplotlib) shows the sh
 generated tokens per trained token of each training step; it needs metrics.jsonl.
 """
 
-if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.command.interrupts import end_at_once
-
-    end_at_once("monitor")
-
-import argparse
 import math
 import re
 from collections.abc import Sequence
@@ -20,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.command.command_line import refusals
+from dapo_jax.command.help import command_parser
 from dapo_jax.errors import InputError, say
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.records import METRICS
@@ -101,9 +96,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dapo-jax monitor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("dapo-jax monitor", __doc__)
     parser.add_argument("run", help="work directory of a run, or its metrics.jsonl or train.log")
     parser.add_argument("--plot", type=Path, help="PNG to write; needs metrics.jsonl and matplotlib")
     given = parser.parse_args(arguments)
@@ -115,7 +108,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say("\n".join(log_summary(read_log(path)) if is_log else steps_summary(read_steps(path))))
         if given.plot:
             plot(read_steps(path), given.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,11 +9,6 @@ A prompt that is answered right with probability p has a mixed group of n sample
 Binomial(N G, k), so a step needs more than N rounds with probability P(Binomial(N G, k) < B).
 """
 
-if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.command.interrupts import end_at_once
-
-    end_at_once("plan")
-
 import argparse
 import math
 from collections.abc import Sequence
@@ -21,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.special import bdtr
 
 from dapo_jax.command.command_line import refusals
+from dapo_jax.command.help import command_parser
 from dapo_jax.errors import InputError, say
 
 ALMOST_SURELY = 0.999
@@ -49,7 +46,8 @@ def plan(keep_rate: float, *, target: int, gen_batch_size: int) -> Plan:
     """The cost of steps of `target` kept groups."""
     short = [1.0]  # probability that N rounds are too few
     while short[-1] > 1e-12 and len(short) <= MAX_ROUNDS:
-        short.append(binomial_below(target, len(short) * gen_batch_size, keep_rate))
+        prompts = len(short) * gen_batch_size
+        short.append(float(bdtr(min(target - 1, prompts), prompts, keep_rate)))  # at most target - 1 are kept
     limit = next((rounds for rounds, probability in enumerate(short) if probability <= 1 - ALMOST_SURELY), None)
     rounds = math.fsum(short)
     return Plan(
@@ -59,23 +57,6 @@ def plan(keep_rate: float, *, target: int, gen_batch_size: int) -> Plan:
         generated_per_trained=rounds * gen_batch_size / target if limit is not None else math.inf,
         lowest_per_trained=1 / keep_rate if keep_rate else math.inf,
     )
-
-
-def binomial_below(count: int, trials: int, probability: float) -> float:
-    """P(Binomial(trials, probability) < count)."""
-    if count > trials:
-        return 1.0
-    if probability in (0.0, 1.0):
-        return float(probability * trials < count)
-    logs = [
-        math.lgamma(trials + 1)
-        - math.lgamma(k + 1)
-        - math.lgamma(trials - k + 1)
-        + k * math.log(probability)
-        + (trials - k) * math.log1p(-probability)
-        for k in range(count)
-    ]
-    return min(1.0, math.fsum(math.exp(value) for value in logs))
 
 
 def read_accuracies(arguments: argparse.Namespace) -> np.ndarray:
@@ -92,9 +73,7 @@ def read_accuracies(arguments: argparse.Namespace) -> np.ndarray:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dapo-jax plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("dapo-jax plan", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--accuracy", type=float, help="one success probability for all prompts")
     source.add_argument("--beta", type=float, nargs=2, metavar=("A", "B"), help="success probabilities Beta(A, B)")
@@ -133,7 +112,3 @@ def described(accuracies: np.ndarray, n: int, target: int, size: int, tokens: fl
             f"max_num_gen_batches            {limit}, enough in {ALMOST_SURELY:.1%} of the steps",
         ]
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -6,12 +6,6 @@ WORKDIR may be its metrics.jsonl too. Needs matplotlib: pip install 'dapo_jax[pl
 over task sets of eval/*/acc/mean@k.
 """
 
-if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.command.interrupts import end_at_once
-
-    end_at_once("plot")
-
-import argparse
 import io
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.command.command_line import refusals
+from dapo_jax.command.help import command_parser
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import METRICS, read_rows
 from dapo_jax.monitor.tensorboard import MAIN_CURVES
@@ -36,9 +31,7 @@ Row = Mapping[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dapo-jax plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("dapo-jax plot", __doc__)
     parser.add_argument("runs", nargs="+", help="WORKDIR or its metrics.jsonl, or NAME=WORKDIR")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--x", choices=AXES, default="steps")
@@ -150,7 +143,3 @@ def metrics_of(path: Path) -> list[dict[str, Any]]:
     if not rows and path.stat().st_size:
         raise InputError(f"{path} does not hold rows of steps: give {METRICS} or its workdir")
     return rows
-
-
-if __name__ == "__main__":
-    main()

@@ -7,12 +7,6 @@ which runs in DIR/NAME/seed_N. Rerun the same command to resume, also with furth
 passed over. In the end a table and the page DIR/report.html compare the arms (docs/report.md).
 """
 
-if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.command.interrupts import end_at_once
-
-    end_at_once("sweep")
-
-import argparse
 import dataclasses
 import re
 import signal
@@ -24,7 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from dapo_jax.command.command_line import read_options, refusals
-from dapo_jax.command.help import about
+from dapo_jax.command.help import command_parser
 from dapo_jax.command.validation import validate
 from dapo_jax.config.places import is_address
 from dapo_jax.config.sections import Config
@@ -32,10 +26,10 @@ from dapo_jax.config.values import flat, with_values
 from dapo_jax.errors import InputError, say
 from dapo_jax.monitor.records import METRICS, config_differences, read_metrics
 from dapo_jax.tools.plot import points
-from dapo_jax.tools.report.__main__ import report
 from dapo_jax.tools.report.describe import steps_left
 from dapo_jax.tools.report.numbers import duration
 from dapo_jax.tools.report.read import SWEEP, read_run
+from dapo_jax.tools.report.report import report
 
 FINISHED = "finished"  # file in the workdir of a finished run
 # A comma between two options: not within brackets, and before an even number of quotes.
@@ -161,12 +155,7 @@ def run_training(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dapo-jax sweep",
-        description=about(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("dapo-jax sweep", __doc__)
     parser.add_argument("--arm", action="append", help="NAME or NAME:OPTION=VALUE,...; the first is compared with")
     parser.add_argument("--seeds", nargs="+", default=["0", "1", "2"], help="of each arm; 0 1 2 unless given")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the runs and the report")
@@ -181,7 +170,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not seeds or len(set(seeds)) < len(seeds):
             raise InputError(f"--seeds {' '.join(given.seeds)}: give different numbers")
         sweep(planned_runs(given.arm or ["base"], seeds, options, output), output)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for wh
 
 from script_ends import command
 
+from dapo_jax.tools.report.report import report
+
 DOCS = Path(__file__).parents[2] / "docs"
 RATES = {"tiny": "3e-3", "tiny_lr_1e-3": "1e-3"}  # by run
 PORT = 6106
@@ -34,7 +36,7 @@ def train(folder: Path) -> None:
     for name, rate in RATES.items():
         options = [f"--config.actor.optim.lr={rate}", f"--config.workdir={folder / name}"]
         subprocess.run([sys.executable, "-m", "dapo_jax.train", "--config=tiny", *options], check=True)
-    subprocess.run([sys.executable, "-m", "dapo_jax.tools.report", str(folder / "tiny")], check=True)
+    report([("", str(folder / "tiny"))])
 
 
 @contextmanager

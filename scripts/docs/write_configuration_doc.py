@@ -7,7 +7,6 @@ A test fails if the page is out of date.
 
 import dataclasses
 import inspect
-import json
 import sys
 import types
 import typing
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.command.help import field_comments
+from dapo_jax.command.help import field_comments, literal
 from dapo_jax.command.validation import BOUNDS
 from dapo_jax.config.sections import Config
 
@@ -69,7 +68,7 @@ def _section(path: str, section: Any, comments: dict[tuple[str, str], str]) -> l
     lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
     for name in options:
         kind = _type(kinds[name])
-        option, default = f"{path}.{name}".lstrip("."), _literal(getattr(section, name))
+        option, default = f"{path}.{name}".lstrip("."), literal(getattr(section, name))
         rule = "".join(f", {bound.rule}" for key, bound in BOUNDS if key == option and not bound.choices)
         cells = (f"`{option}`", f"`{kind}`{rule}", f"`{default}`", comments[type(section).__name__, name])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -85,10 +84,6 @@ def _type(kind: Any) -> str:
     if kind is types.NoneType:
         return "None"
     return kind.__name__ if isinstance(kind, type) else str(kind)
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, str) else repr(value)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dapo_jax.algorithms.aggregation import MODES, token_weights
 from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.command.option_uses import CONDITIONS, READS, put_back, unread, without_switched_off
+from dapo_jax.command.option_uses import NAMED, READS, switched_off, unread, without_switched_off
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config, FilterGroupsConfig
 from dapo_jax.config.values import DEFAULTS, with_values
@@ -24,7 +24,7 @@ from dapo_jax.dynamic_sampling.group_filter import RULES, group_statistics, keep
 
 FILTER = "algorithm.filter_groups"
 LOSS = "actor.policy_loss.loss_mode"
-ALIASES = CONDITIONS["ALIAS"].setting
+ALIASES = NAMED["ALIAS"]
 SETTINGS: dict[str, list[str]] = {}
 for name, conditions in READS.items():
     for one in conditions:
@@ -156,11 +156,10 @@ def test_what_a_variation_switches_off_is_back_at_its_default_and_said():
     recipe = config_with({f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 2, "algorithm.lam": 0.9})
     off = with_values(recipe, {f"{FILTER}.enable": False, f"{FILTER}.metric": "score"})
     chosen = {f"{FILTER}.enable", f"{FILTER}.metric"}
-    config, lines = without_switched_off(recipe, off, chosen), put_back(recipe, off, chosen)
+    config, reset = without_switched_off(recipe, off, chosen), switched_off(recipe, off, chosen)
     groups = config.algorithm.filter_groups
     assert (groups.enable, groups.leftover, groups.leftover_max_staleness) == (False, "requeue", 1)
-    assert len(lines) == 2
-    assert f"{FILTER}.leftover is not read without {FILTER}.enable=True: it is back at its default, 'requeue'" in lines
+    assert reset == dict.fromkeys((f"{FILTER}.leftover", f"{FILTER}.leftover_max_staleness"), f"{FILTER}.enable=True")
     refused = unread(config)  # what was chosen with the variation, and what the recipe had set in vain
     assert set(refused) == {f"{FILTER}.metric", "algorithm.lam"}
 
@@ -168,6 +167,6 @@ def test_what_a_variation_switches_off_is_back_at_its_default_and_said():
 def test_a_variation_that_switches_nothing_off_or_has_wrong_types_is_as_it_is():
     chosen = {"trainer.total_training_steps"}
     longer = with_values(VALID, {"trainer.total_training_steps": 7})
-    assert without_switched_off(VALID, longer, chosen) is longer and put_back(VALID, longer, chosen) == ()
+    assert without_switched_off(VALID, longer, chosen) is longer and switched_off(VALID, longer, chosen) == {}
     wrong = with_values(VALID, {"rollout.n": None, "algorithm.lam": 0.5})
     assert without_switched_off(VALID, wrong, ()) is wrong

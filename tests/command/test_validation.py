@@ -18,7 +18,6 @@ from config_problems import (
 )
 
 from dapo_jax.command.validation import BOUNDS, CHOICES, validate
-from dapo_jax.command.warnings import warnings
 from dapo_jax.config.values import DEFAULTS, MAY_BE_INFINITE, with_values
 
 FILE = messages()
@@ -127,57 +126,3 @@ def test_another_verifier_may_measure_a_run_than_the_one_that_filtered_it(metric
     config = config_with({f"{FILTER}.metric": metric})
     assert problems(config) != []
     validate(config, training=False)
-
-
-E, KEYS, LOSS, TEACHER = (
-    "algorithm.adv_estimator",
-    "algorithm.gdpo_reward_keys",
-    "actor.policy_loss.loss_mode",
-    "models/t",
-)
-K, LOW, HIGH = "actor.kl_loss_type", "actor.clip_ratio_low", "actor.clip_ratio_high"
-GDPO = {E: "gdpo", "reward.functions": '{"right": "arithmetic", "form": "format"}'}
-OVERLONG, SCORER = {"reward.overlong_buffer.enable": True}, {"reward.model.path": "models/scorer"}
-BY_SEQUENCE = {"actor.loss_agg_mode": "seq-mean-token-mean"}
-GEO_MEAN = {LOSS: "geo_mean", **BY_SEQUENCE}
-OTB = {E: "optimal_token_baseline", f"{FILTER}.enable": False}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({**GDPO, **OVERLONG, KEYS: ("right",)}, "leaves out overlong_reward, which the config asks for"),
-        ({**GDPO, **SCORER, KEYS: ("form", "right")}, "leaves out reward_model"),
-        (
-            {**GDPO, KEYS: ("right", "lenght")},
-            "has lenght, which no response has: choose among acc, score, right, form",
-        ),
-        ({**GDPO, "algorithm.use_kl_in_reward": True}, "use_kl_in_reward=True subtracts .* which adv_estimator=gdpo"),
-        (
-            {E: "maxrl", "reward.function": "none", **SCORER, f"{FILTER}.metric": "score"},
-            "maxrl reads the verifier's acc",
-        ),
-        ({**GEO_MEAN, "algorithm.top_entropy_quantile": 0.2}, "so algorithm.top_entropy_quantile=0.2 cannot tell"),
-        ({**GEO_MEAN, "algorithm.distillation.path": TEACHER}, "so algorithm.distillation.form=sampled cannot tell"),
-    ],
-)
-def test_rewards_and_tokens_that_would_be_dropped_in_silence_are_refused(changes, message):
-    assert_one(problems(changes), message)
-    assert not any(
-        problems({**GDPO, **OVERLONG, KEYS: keys}) for keys in (("right", "overlong_reward"), ("seq_reward",))
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "cure", "message"),
-    [
-        ({LOSS: "cispo"}, {LOW: 1.0}, "clip_ratio_low=0.2 raises weights below 0.8 .*low=1$"),
-        ({LOSS: "gspo", **BY_SEQUENCE}, {LOW: 3e-4, HIGH: 4e-4}, "high=0.28 hardly ever clips, .* 3e-4 and 4e-4"),
-        ({LOSS: "dppo_kl"}, {LOW: 0.05, HIGH: 0.05}, "hardly ever stops a token, .* set both to about 0.05"),
-        ({**GEO_MEAN, **OTB}, {E: "grpo"}, "so adv_estimator=optimal_token_baseline cannot .*: set .*loss_mode=gspo"),
-        ({"actor.use_kl_loss": True, K: "kl"}, {K: "kl+"}, r"kl has a gradient of 0 on average, .* set .*_type=kl\+"),
-    ],
-)
-def test_a_bound_or_an_estimate_that_a_loss_cannot_use_is_warned_of_with_the_value_to_set(changes, cure, message):
-    assert problems(changes) == [] == warnings(config_with({**changes, **cure}))
-    assert_one(warnings(config_with(changes)), message)

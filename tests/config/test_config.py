@@ -1,5 +1,9 @@
+import functools
+import importlib
 import inspect
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -8,10 +12,9 @@ import dapo_jax
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
-from dapo_jax.config.sections import AlgorithmConfig, Config
-from dapo_jax.config.values import DEFAULTS, default_config, freeze, with_values
-from dapo_jax.learner.trained_networks import trained, uses_critic
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, default_config, freeze
+from dapo_jax.rewards.numerals import gsm8k as score
 
 PACKAGE = Path(dapo_jax.__file__).parent
 
@@ -56,34 +59,31 @@ def test_a_misspelt_key_is_refused_with_a_suggestion():
         values.actor.clip_ratio_lo = 0.1
 
 
+def assigned(function, key="function"):
+    config = default_config()
+    config.reward[key] = function
+    return getattr(freeze(config).reward, key)
+
+
+NAME = "dapo_jax.rewards.numerals.gsm8k"
+
+
+def test_a_function_becomes_a_name_by_which_another_process_finds_it(tmp_path, monkeypatch):
+    assert assigned(score) == NAME and assigned("gsm8k") == "gsm8k"
+    functions = {"correct": score, "other": {"function": score, "weight": 0.5}}
+    named = {"correct": NAME, "other": {"function": NAME, "weight": 0.5}}
+    assert json.loads(assigned(functions, "functions")) == named
+    (tmp_path / "own_reward.py").write_text("def score(*arguments): return 1.0")
+    function = runpy.run_path(str(tmp_path / "own_reward.py"))["score"]
+    assert assigned(function) == f"{tmp_path}/own_reward.py:score"
+    (tmp_path / "cached_reward.py").write_text("import functools\n@functools.cache\ndef score(*_): return 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert assigned(importlib.import_module("cached_reward").score) == "cached_reward.score"
+
+
 @pytest.mark.parametrize(
-    ("size", "key"),
-    [("mini_batch_size", "ppo_mini_batch_size"), ("micro_batch_size", "ppo_micro_batch_size_per_device")],
+    "function", [lambda *arguments: 1.0, functools.partial(score, ""), {}.get, type("Judge", (), {"__call__": score})()]
 )
-def test_the_critic_has_the_actors_batch_sizes_unless_it_has_its_own(size, key):
-    config = with_values(Config(), {f"actor.{key}": 24, "algorithm.adv_estimator": "gae"})
-    assert [(name, getattr(one, size)) for name, one in trained(config).items()] == [("actor", 24), ("critic", 24)]
-    config = with_values(config, {f"critic.{key}": 12})
-    assert [(name, getattr(one, size)) for name, one in trained(config).items()] == [("actor", 24), ("critic", 12)]
-
-
-def test_a_generation_round_has_the_training_batchs_size_unless_it_has_its_own():
-    assert gen_batch_size(Config().data) == 512
-    assert gen_batch_size(with_values(Config(), {"data.gen_batch_size": 1536}).data) == 1536
-
-
-def test_only_gae_uses_a_critic():
-    configs = {name: with_values(Config(), {"algorithm.adv_estimator": name}) for name in ESTIMATORS}
-    assert [name for name, config in configs.items() if uses_critic(config.algorithm)] == ["gae"]
-
-
-def test_each_ratio_below_one_keeps_some_samples():
-    assert not keeps_some(AlgorithmConfig())
-    assert keeps_some(AlgorithmConfig(keep_pos_ratio=0.5)) and keeps_some(AlgorithmConfig(keep_neg_ratio=0.5))
-
-
-def test_each_kl_divergence_alone_uses_the_reference():
-    assert not uses_reference(Config().algorithm, Config().actor)
-    for key in ("actor.use_kl_loss", "algorithm.use_kl_in_reward"):
-        config = with_values(Config(), {key: True})
-        assert uses_reference(config.algorithm, config.actor)
+def test_a_function_without_a_name_is_refused_with_the_form(function):
+    with pytest.raises(ValueError, match="define it with `def` at the top level.*FILE.py:function"):
+        assigned(function)

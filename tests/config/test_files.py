@@ -45,15 +45,6 @@ def test_the_workdir_of_a_run_is_where_its_config_is(tmp_path, monkeypatch):
     assert freeze(read_config_file(copy)).workdir == "runs/of_the_recipe"
 
 
-def test_json_may_name_few_options_and_objects(tmp_path):
-    file = tmp_path / "few.json"
-    values = {"actor": {"grad_clip": 2}, "evaluate": {"tasks": {"own": {"files": ["a.jsonl"], "n": 2}}}}
-    file.write_text(json.dumps(values))
-    config = freeze(read_config_file(str(file)))
-    assert config.actor.grad_clip == 2.0 and config.rollout == Config().rollout
-    assert [(task.name, task.files, task.n) for task in parse_tasks(config)] == [("own", ("a.jsonl",), 2)]
-
-
 YAML = """
 # A recipe in YAML.
 model: {path: random, lora: {rank: 2, target_modules: all-linear}}
@@ -69,10 +60,20 @@ trainer: {total_training_steps: 0x10}
 """
 
 
-@pytest.mark.parametrize(("suffix", "option"), [("yaml", []), ("yml", ["--config"])])
-def test_yaml_is_read_like_json(suffix, option, tmp_path):
+JSON = """{
+  "model": {"path": "random", "lora": {"rank": 2, "target_modules": "all-linear"}},
+  "actor": {"optim": {"lr": 1e-6, "betas": [0.8, 0.9]}, "grad_clip": 2}, "rollout": {"stop": ["yes", "1e3"]},
+  "data": {"task": "arithmetic", "system_prompt": null, "chat_template_kwargs": {"enable_thinking": false}},
+  "trainer": {"total_training_steps": 16}
+}"""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "option"), [("yaml", YAML, []), ("yml", YAML, ["--config"]), ("json", JSON, [])]
+)
+def test_yaml_and_json_name_some_options(suffix, text, option, tmp_path):
     file = tmp_path / f"recipe.{suffix}"
-    file.write_text(YAML)
+    file.write_text(text)
     config = read_config(["train", *option, str(file), "--config.seed=7"])
     assert config == with_values(
         Config(),

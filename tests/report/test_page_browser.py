@@ -4,7 +4,7 @@ import pytest
 from chromium import BROWSER, keep_screenshot, launched, page_without_errors  # noqa: F401
 from run_folder import sample, write_run
 
-from dapo_jax.tools.report.__main__ import report
+from dapo_jax.tools.report.report import report
 
 pytestmark = BROWSER
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"

@@ -3,7 +3,7 @@
 from run_folder import sample, write_run
 
 from dapo_jax.tools.report.read import read_run
-from dapo_jax.tools.report.samples import HELD_OUT_PAIRS, KINDS, PAIRS, trained_pairs
+from dapo_jax.tools.report.samples import HELD_OUT_PAIRS, KINDS, trained_pairs
 from dapo_jax.tools.report.samples import held_out_pairs as evaluated_pairs
 
 
@@ -20,7 +20,7 @@ def test_the_earliest_and_the_latest_response_to_a_prompt_are_a_pair(tmp_path):
 
 def test_without_a_common_prompt_responses_of_one_kind_are_a_pair(tmp_path):
     [pair] = pairs_of(tmp_path, {1: [sample(prompt="a")], 9: [sample(prompt="b")]})
-    assert pair.caption == f"Different prompts; {KINDS['any']}."
+    assert pair.caption == f"Different prompts; {KINDS['any'][0]}."
     assert not pair.same and (pair.before.prompt, pair.after.prompt) == ("a", "b")
 
 
@@ -29,13 +29,16 @@ def test_kinds_are_not_mixed(tmp_path):
     assert pairs_of(tmp_path, {1: [sample("worst", acc=0.0)], 9: [sample("best")]}) == []
     both = [sample("worst", response="bad", acc=0.0), sample("best", response="good")]
     found = pairs_of(tmp_path, {1: both, 9: both})
-    assert [(pair.kind, pair.before.response) for pair in found] == [(KINDS["best"], "good"), (KINDS["worst"], "bad")]
+    assert [(pair.kind, pair.before.response) for pair in found] == [
+        (KINDS["best"][0], "good"),
+        (KINDS["worst"][0], "bad"),
+    ]
 
 
 def test_there_are_few_pairs_and_fair_ones_come_first(tmp_path):
     many = [sample(kind, prompt=f"{kind} {number}") for kind in KINDS for number in range(10)]
     found = pairs_of(tmp_path, {1: many, 9: many})
-    assert len(found) == PAIRS and found[0].kind == KINDS["any"]
+    assert len(found) == sum(most for _, most in KINDS.values()) and found[0].kind == KINDS["any"][0]
     assert pairs_of(tmp_path / "one", {1: many}) == []
 
 

@@ -10,8 +10,7 @@ import pytest
 from hub_server import Hub, serving, unplug, use
 
 from dapo_jax import cli
-from dapo_jax.config.files import read_config_file
-from dapo_jax.config.recipes import recipes
+from dapo_jax.config.files import read_config_file, recipes
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.published import FILES
 from dapo_jax.hub.names import model_name

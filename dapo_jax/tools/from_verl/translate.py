@@ -8,9 +8,8 @@ from typing import Any
 
 from dapo_jax.command.option_uses import unread
 from dapo_jax.command.validation import validate
-from dapo_jax.config.aliases import resolve_aliases
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, flat, freeze, type_problems, with_values
+from dapo_jax.config.values import DEFAULTS, flat, freeze, resolve_aliases, type_problems, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import model_name
 from dapo_jax.tools.from_verl import defaults

@@ -1,9 +1,9 @@
 """Host: options that a run does not share with its recipe, or runs with each other."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
-from dapo_jax.command.help import field_comments
+from dapo_jax.command.help import described
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS
 from dapo_jax.monitor.records import flatten
@@ -44,21 +44,12 @@ def _changes(configs: Sequence[Mapping[str, Any]], given: Sequence[str]) -> list
     shown = [{key: _text(value) for key, value in config.items()} for config in configs]
     keys = dict.fromkeys(key for config in shown for key in config)
     values = {key: tuple(config.get(key, "not recorded") for config in shown) for key in keys}
-    return [Change(key, _meaning(key), values[key], key in given) for key in sorted(keys) if len(set(values[key])) > 1]
+    meanings = {key: comment for key, _, comment in described(Config())}  # of an earlier version's options: none
+    differing = [key for key in sorted(keys) if len(set(values[key])) > 1]
+    return [Change(key, meanings.get(key, ""), values[key], key in given) for key in differing]
 
 
 def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value)) or "none"
     return "null" if value is None else str(value) or "empty"
-
-
-def _meaning(key: str) -> str:
-    """The comment of an option; "" for one that this version does not have."""
-    owner: Any = Config
-    *sections, name = key.split(".")
-    for section in sections:
-        owner = get_type_hints(owner).get(section)
-        if owner is None:
-            return ""
-    return field_comments().get((owner.__name__, name), "")

@@ -16,7 +16,7 @@ from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.tools.report import tables
 from dapo_jax.tools.report.curves import AXES, MANY, Line, draw, last_values, points
 from dapo_jax.tools.report.describe import algorithm, facts, findings, held_out
-from dapo_jax.tools.report.numbers import alarm_steps, is_on, letter, percent, short_power, step_ranges, values
+from dapo_jax.tools.report.numbers import alarm_steps, is_on, letter, percent, step_ranges, values
 from dapo_jax.tools.report.options import between, from_recipe
 from dapo_jax.tools.report.read import RunFiles
 from dapo_jax.tools.report.samples import held_out_pairs, trained_pairs
@@ -97,7 +97,7 @@ def _by_row(columns: Sequence[dict[str, str]]) -> list[tables.Line]:
 
 
 def _figures(runs: Sequence[RunFiles]) -> tuple[list[Figure], list[str]]:
-    """The curves, and a sentence on each metric that never changed."""
+    """The curves, and the names of the metrics that never changed."""
     figures, constant = [], []
     for chart in (*_held_out_charts(runs), *CHARTS):
         measured = [
@@ -113,27 +113,12 @@ def _figures(runs: Sequence[RunFiles]) -> tuple[list[Figure], list[str]]:
             ]
             for axis in AXES
         }
-        found = [{value for _, value in values(run.rows, chart.metric)} for run, _, _ in measured]
-        if sentence := _constant(chart, found, [mark for _, mark, _ in measured]):
-            constant.append(sentence)
+        found = [[value for _, value in values(run.rows, chart.metric)] for run, _, _ in measured]
+        if found and all(max(one) - min(one) <= chart.noise for one in found):
+            constant.append(f"{chart.title} ({chart.metric})")
         elif pictures := Markup("").join(draw(chart.title, axis, lines[axis]) for axis in AXES):
             figures.append(Figure(chart, pictures, last_values(lines["steps"])))
     return figures, constant
-
-
-def _constant(chart: Chart, found: Sequence[set[float]], marks: Sequence[str]) -> str:
-    """A sentence on a metric with one value in each run, or with rounding alone; "" for any other."""
-    named = f"{chart.title} ({chart.metric})"
-    if not found:
-        return ""
-    if max(map(abs, set().union(*found))) < chart.noise:
-        return f"{named} was 0 but for rounding."
-    if max(map(len, found)) > 1:
-        return ""
-    each = [
-        f"{mark} {short_power(format(next(iter(one)), 'g'))}".strip() for mark, one in zip(marks, found, strict=True)
-    ]
-    return f"{named} was {', '.join(each)} throughout."
 
 
 def _held_out_charts(runs: Sequence[RunFiles]) -> list[Chart]:

@@ -8,7 +8,7 @@ class Chart(NamedTuple):
     metric: str
     unit: str
     meaning: str  # what it is, and what to expect
-    noise: float = 0.0  # sizes below it are rounding
+    noise: float = 0.0  # changes up to it are rounding
 
 
 CHARTS = (

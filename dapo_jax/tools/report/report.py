@@ -6,11 +6,6 @@ RUN is the workdir of a run, finished or not, or the folder of a sweep. Several 
 that differ in their seed alone are one, their mean. The page needs no network and no other file (docs/report.md).
 """
 
-if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.command.interrupts import end_at_once
-
-    end_at_once("report")
-
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -74,7 +69,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with refusals(["report", *arguments]):
         say(f"the report is in {report([_named(run) for run in given.runs], given.output)}")
-
-
-if __name__ == "__main__":
-    main()

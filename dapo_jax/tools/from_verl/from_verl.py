@@ -7,25 +7,20 @@ instead. A bash expands the script that can start no program, open no file and s
 PWD and those of --env.
 """
 
-if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.command.interrupts import end_at_once
-
-    end_at_once("from_verl")
-
-import argparse
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_jax.command.command_line import refusals
+from dapo_jax.command.help import command_parser
 from dapo_jax.errors import InputError, say
 from dapo_jax.tools.from_verl.shell import Script
 from dapo_jax.tools.from_verl.translate import command, config_file, overrides, remarks, translate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="dapo-jax from-verl", description=(__doc__ or "").split("\n\n")[-1])
+    parser = command_parser("dapo-jax from-verl", __doc__)
     parser.add_argument("script", help="a shell script that starts verl's trainer")
     parser.add_argument("arguments", nargs="*", help="the script's own arguments")
     parser.add_argument(
@@ -77,7 +72,3 @@ def _write(path: str, text: str) -> None:
         raise InputError(
             f"--output={path} cannot be written ({error}): choose a file in an existing directory"
         ) from error
-
-
-if __name__ == "__main__":
-    main()
