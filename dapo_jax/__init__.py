@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dapo_jax.config.recipes import recipes as recipes
+    from dapo_jax.config.files import recipes as recipes
     from dapo_jax.config.values import default_config as default_config
     from dapo_jax.errors import InputError as InputError
     from dapo_jax.interface.algorithms import group_advantages as group_advantages
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 _MODULES = {  # name: its module
     "default_config": "config.values",
     "load_config": "interface.configs",
-    "recipes": "config.recipes",
+    "recipes": "config.files",
     "train": "interface.training",
     "TrainResult": "interface.training",
     "live_curves": "tools.plot",

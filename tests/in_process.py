@@ -21,7 +21,7 @@ class InThisProcess(Verifiers):
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, request):
-        return self._thread.submit(self._judge, request)
+        return self._thread.submit(self._score, request)
 
     def take_replaced(self):
         return 0
@@ -29,7 +29,7 @@ class InThisProcess(Verifiers):
     def close(self):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _judge(self, request):
+    def _score(self, request):
         found = answer(self._verifier, encoded(request))
         if found.error == NO_VERDICT:
             return no_verdict(found.error)

@@ -19,11 +19,11 @@ MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"  # made for 512
 def test_texts_beyond_the_context_of_the_model_are_warned_of(prompt, response, warned, tmp_path):
     lengths = {"data.max_prompt_length": prompt, "data.max_response_length": response}
     config = small_config(tmp_path, **lengths, **{"model.path": str(MODEL)})
-    line = context_warning(config)
+    line = context_warning(config.model.path, config.data)
     assert (line is not None) == warned
     if line is not None:
         assert f"{prompt + response} tokens exceed the 512 positions that {MODEL} was made for" in line
-    assert context_warning(small_config(tmp_path, **lengths)) is None  # a random model
+    assert context_warning("random", config.data) is None
 
 
 def test_every_model_that_is_missing_is_named_at_once(tmp_path):

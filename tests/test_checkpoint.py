@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.config.sections import OptimConfig
+from dapo_jax.config.sections import OptimConfig, TrainerConfig
 from dapo_jax.learner.optimizer import Models, init_state
 from dapo_jax.run import checkpoint
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.progress import Progress
 
+NEWEST = {"max_ckpt_to_keep": 1, "keep_best_ckpt": 0}
 SETTINGS = OptimConfig(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
@@ -35,7 +36,7 @@ def save(checkpoints, step, metric=None):
 
 def write(directory, values, **options):
     """A checkpoint of each step; values: step -> metric."""
-    checkpoints = Checkpoints(str(directory), **options)
+    checkpoints = Checkpoints(str(directory), TrainerConfig(**{**NEWEST, **options}))
     for step, metric in values.items():
         save(checkpoints, step, metric)
     checkpoints.close()
@@ -52,45 +53,43 @@ def steps(directory):
     return sorted(int(path.name) for path in directory.iterdir())
 
 
-@pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])
-def test_the_newest_and_the_best_are_kept(tmp_path, mode, best):
-    values = {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4, 5: None, 6: float("nan"), 7: 0.4}
-    write(tmp_path / mode, values, max_to_keep=2, keep_best=1, mode=mode)
-    assert steps(tmp_path / mode) == [best, 6, 7]
-    write(tmp_path / mode, {8: 0.45}, max_to_keep=2, keep_best=1, mode=mode)  # after a restart
-    assert steps(tmp_path / mode) == [best, 7, 8]
+LENGTH = {"best_metric": "eval/sums/response_length/mean", "best_metric_mode": "min"}
 
 
-def test_of_equally_good_ones_the_first_is_kept(tmp_path):
-    for mode in ("max", "min"):
-        write(tmp_path / mode, {1: 0.5, 2: 0.5, 3: None, 4: 0.5, 5: None}, max_to_keep=1, keep_best=1, mode=mode)
-        assert steps(tmp_path / mode) == [1, 5]
+@pytest.mark.parametrize(
+    ("starts", "kept"),
+    [
+        ([({}, {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4, 5: None, 6: float("nan")})], [2, 6]),
+        ([({}, {1: 0.5, 2: 0.9, 3: 0.4}), ({}, {4: 0.45})], [2, 4]),  # after a restart
+        ([({"best_metric_mode": "min"}, {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4})], [3, 4]),
+        ([({"max_ckpt_to_keep": 2}, {1: 0.5, 2: 0.9, 3: 0.1, 4: None, 5: 0.4})], [2, 4, 5]),
+        ([({}, {1: 0.5, 2: 0.5, 3: None, 4: 0.5, 5: None})], [1, 5]),  # of equally good ones the first
+        ([({"best_metric_mode": "min"}, {1: 0.5, 2: 0.5, 3: None, 4: 0.5, 5: None})], [1, 5]),
+        ([({}, {1: 0.9, 2: 0.1}), (LENGTH, {3: 6.0, 4: 7.0, 5: 8.0})], [3, 5]),  # the best by another metric is not
+    ],
+)
+def test_the_newest_and_the_best_are_kept(tmp_path, starts, kept):
+    for options, values in starts:
+        write(tmp_path, values, **{"keep_best_ckpt": 1, **options})
+    assert steps(tmp_path) == kept
 
 
 def test_a_lone_checkpoint_gets_its_metric_when_its_step_has_been_evaluated(tmp_path):
     """It was saved before, and cannot be replaced: the best was forgotten."""
     write(tmp_path, {1: None})
-    checkpoints = Checkpoints(str(tmp_path), max_to_keep=1, keep_best=1)
+    checkpoints = Checkpoints(str(tmp_path), TrainerConfig(max_ckpt_to_keep=1))
     checkpoints.save(models(1), Progress(step=1), {"next_prompt": np.array(1)}, metric=0.9, replace=True)
     for step, metric in ((2, 0.1), (3, 0.2)):
         save(checkpoints, step, metric)
     assert checkpoints.steps() == [1, 3]
     checkpoints.close()
-    write(tmp_path, {4: 0.3}, max_to_keep=1, keep_best=1)
+    write(tmp_path, {4: 0.3}, max_ckpt_to_keep=1, keep_best_ckpt=1)
     assert steps(tmp_path) == [1, 4]
-
-
-def test_the_best_by_another_metric_is_not_the_best(tmp_path):
-    write(tmp_path, {1: 0.9, 2: 0.1, 3: 0.2}, max_to_keep=1, keep_best=1)
-    assert steps(tmp_path) == [1, 3]
-    length = {"metric": "eval/sums/response_length/mean", "mode": "min"}
-    write(tmp_path, {4: 6.0, 5: 7.0, 6: 8.0}, max_to_keep=1, keep_best=1, **length)
-    assert steps(tmp_path) == [4, 6]
 
 
 @pytest.mark.parametrize(("metric", "kept"), [("", [2, 3]), ("critic/rewards/mean", [1, 3])])
 def test_the_best_on_other_held_out_problems_is_not_the_best(tmp_path, metric, kept):
-    checkpoints = Checkpoints(str(tmp_path), keep_best=1, max_to_keep=1, metric=metric)
+    checkpoints = Checkpoints(str(tmp_path), TrainerConfig(max_ckpt_to_keep=1, best_metric=metric))
     for step, quality, held_out in ((1, 0.9, "a"), (2, 0.5, "b"), (3, 0.1, "b")):
         progress = Progress(step=step, held_out=held_out)
         checkpoints.save(models(step), progress, {"next_prompt": np.array(step)}, metric=quality)
@@ -103,7 +102,7 @@ def test_what_is_saved_comes_back_without_a_warning(tmp_path, caplog):
     log = absl.logging.get_absl_logger()
     log.addHandler(caplog.handler)
     try:
-        checkpoints = Checkpoints(str(tmp_path), read_only=True)
+        checkpoints = Checkpoints(str(tmp_path), TrainerConfig(), read_only=True)
         restored, progress, stream = checkpoints.restore(3, SHAPE)
         checkpoints.close()
     finally:
@@ -117,7 +116,7 @@ def test_only_whole_checkpoints_count_as_steps_and_others_are_no_obstacle(held):
     for name in ("2.orbax-checkpoint-tmp", "2.orbax-checkpoint-tmp-17"):
         shutil.copytree(held / "1", held / name)
         shutil.rmtree(held / name / "progress")
-    checkpoints = Checkpoints(str(held), max_to_keep=2)
+    checkpoints = Checkpoints(str(held), TrainerConfig())
     assert checkpoints.latest_step() == 1
     assert sorted(path.name for path in held.iterdir()) == ["1"]  # at once: no thread is left to end in a traceback
     save(checkpoints, 2)
@@ -129,11 +128,11 @@ def test_only_whole_checkpoints_count_as_steps_and_others_are_no_obstacle(held):
 
 
 def test_a_damaged_checkpoint_is_named_and_never_skipped(tmp_path):
-    write(tmp_path, {1: None, 2: None}, max_to_keep=2)
+    write(tmp_path, {1: None, 2: None}, max_ckpt_to_keep=2)
     for path in (tmp_path / "2").rglob("*"):
         if path.is_file() and path.stat().st_size > 100:
             path.write_bytes(path.read_bytes()[:50])
-    checkpoints = Checkpoints(str(tmp_path), read_only=True)
+    checkpoints = Checkpoints(str(tmp_path), TrainerConfig(), read_only=True)
     assert checkpoints.latest_step() == 2
     with pytest.raises(ValueError, match=r"step 2 in .* is damaged .* move it away to resume from step 1"):
         checkpoints.restore(2, SHAPE)
@@ -147,7 +146,7 @@ def large(tmp_path_factory):
     directory = tmp_path_factory.mktemp("large")
     params = {"w": jax.random.normal(jax.random.key(0), (64, 96)), "b": jnp.ones(3, jnp.bfloat16)}
     models = Models(actor=init_state(params, SETTINGS), critic=None)
-    checkpoints = Checkpoints(str(directory))
+    checkpoints = Checkpoints(str(directory), TrainerConfig())
     checkpoints.save(models, Progress(step=4, groups_kept=7), {"next_prompt": np.array(4)})
     checkpoints.close()
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), models)
@@ -155,7 +154,7 @@ def large(tmp_path_factory):
 
 
 def restored(directory, shape, part="all"):
-    checkpoints = Checkpoints(str(directory), read_only=True)
+    checkpoints = Checkpoints(str(directory), TrainerConfig(), read_only=True)
     try:
         if part == "all":
             return checkpoints.restore(4, shape)
@@ -213,7 +212,7 @@ def test_moments_of_another_dtype_are_restored(large):
 
 
 def test_without_room_nothing_is_written_and_the_last_one_stays(held, monkeypatch):
-    checkpoints = Checkpoints(str(held))
+    checkpoints = Checkpoints(str(held), TrainerConfig())
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     message = "it needs 0.02 GB, but only 0.00 GB are free. The one of step 1 is complete"
     with pytest.raises(RuntimeError, match=message):
@@ -228,7 +227,7 @@ def test_an_error_in_the_background_is_told(held, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    checkpoints = Checkpoints(str(held))
+    checkpoints = Checkpoints(str(held), TrainerConfig())
     monkeypatch.setattr(PyTreeCheckpointHandler, "finalize", full)
     with pytest.raises(RuntimeError, match="No space left on device. The one of step 1 is complete: make room"):
         save(checkpoints, 2)
@@ -240,7 +239,7 @@ def test_a_checkpoint_that_takes_too_long_names_the_option(held, monkeypatch):
     from orbax.checkpoint import JsonCheckpointHandler
 
     end = threading.Event()
-    checkpoints = Checkpoints(str(held), timeout_s=1)
+    checkpoints = Checkpoints(str(held), TrainerConfig(checkpoint_timeout_s=1))
 
     async def write_slowly(*_):
         while not end.is_set():
@@ -257,7 +256,7 @@ def test_a_checkpoint_that_takes_too_long_names_the_option(held, monkeypatch):
 
 def test_an_array_that_cannot_be_read_leaves_no_read_under_way(held, monkeypatch):
     """Those that Orbax leaves print tracebacks, some when Python ends."""
-    checkpoints, ended, begun = Checkpoints(str(held), read_only=True), [], asyncio.new_event_loop
+    checkpoints, ended, begun = Checkpoints(str(held), TrainerConfig(), read_only=True), [], asyncio.new_event_loop
 
     async def fail():
         raise OSError("cut off. See full TensorStore details: a page")
@@ -285,7 +284,7 @@ def test_an_array_that_cannot_be_read_leaves_no_read_under_way(held, monkeypatch
 
 
 def test_an_interrupt_leaves_the_loop_open_to_the_reads_under_way(held, monkeypatch):
-    checkpoints, loops = Checkpoints(str(held), read_only=True), []
+    checkpoints, loops = Checkpoints(str(held), TrainerConfig(), read_only=True), []
 
     def restore(*_, **__):
         loops.append(asyncio.new_event_loop())

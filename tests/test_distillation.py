@@ -1,10 +1,10 @@
-"""Whole runs with a teacher, and what is refused."""
+"""Whole runs with a teacher, and teachers that are refused. Options that do not go with one: command/messages.yaml."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from config_problems import assert_one, config_with, problems
+from config_problems import config_with
 from shapes import mesh_of, one_device_mesh
 from small_families import with_tokenizer
 from small_run import resumed, small_config
@@ -15,7 +15,8 @@ from dapo_jax.errors import InputError
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.attention import XLA
 from dapo_jax.monitor.records import read_metrics, write_config
-from dapo_jax.run.networks import check_vocabulary, load_teacher, read_teacher
+from dapo_jax.run.base_models import TEACHER, read_model
+from dapo_jax.run.networks import check_vocabulary, load_teacher
 from dapo_jax.run.settings import all_micro_batches
 from dapo_jax.training.loop import train
 
@@ -85,18 +86,6 @@ def test_a_teacher_chooses_its_experts_itself(tmp_path):
     path = with_tokenizer("qwen3_moe", tmp_path)
     config = config_with({f"{NAME}.path": path, "model.path": path})
     mesh = one_device_mesh()
-    of_policy = all_micro_batches(trained(config), config.model, XLA, read_teacher(config)[0], mesh)
+    of_policy = all_micro_batches(trained(config), config.model, XLA, read_model(config, TEACHER)[0], mesh)
     assert of_policy["actor"].choices is not None, "the policy replays what the sampler chose"
     assert load_teacher(config, character_tokenizer(), mesh).micro_batches.choices is None
-
-
-def test_what_does_not_go_with_a_teacher_is_refused():
-    alone = {f"{NAME}.path": "models/teacher", f"{NAME}.use_task_rewards": False}
-    assert_one(problems(alone), "filter_groups.enable=False")
-    off = {**alone, "algorithm.filter_groups.enable": False}
-    assert_one(problems({**off, "algorithm.keep_neg_ratio": 0.5}), "keep_pos_ratio=1")
-    assert_one(problems({**off, "algorithm.use_kl_in_reward": True}), "use_kl_in_reward=False")
-    assert_one(problems({**off, "algorithm.adv_estimator": "gae"}), "adv_estimator=grpo")
-    unjudged = {"reward.function": "none", "algorithm.filter_groups.enable": False}
-    assert_one(problems(unjudged), "a reward model or a teacher")
-    assert not problems({**off, **unjudged})

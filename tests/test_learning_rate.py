@@ -5,7 +5,8 @@ import logging
 import pytest
 from small_run import small_config
 
-from dapo_jax.run.settings import learning_rate_of, learning_rate_plan, warn_of_warm_up
+from dapo_jax.learner.trained_networks import trained
+from dapo_jax.run.settings import learning_rate_plan, learning_rates, warn_of_warm_up
 
 WARM = {"actor.optim.lr": 1e-6, "actor.optim.lr_warmup_steps": 20, "trainer.total_training_steps": 100}
 COSINE = {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}
@@ -37,16 +38,19 @@ LEARNS = "falls to 3.76e-10 in step 100 (cosine)"  # (1 + cos(80 pi / 81)) / 2; 
     ],
 )
 def test_the_plan_names_the_rates_of_the_run(changes, done, plan):
-    assert learning_rate_plan(small_config("unused", **changes), done=done) == plan
+    config = small_config("unused", **changes)
+    assert learning_rate_plan(config.actor.optim, config.trainer, done=done) == plan
 
 
 def test_the_first_rate_of_the_plan_is_the_one_of_the_first_update():
     config = small_config(
         "unused", **WARM, **{"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 10, "rollout.n": 4}
     )
-    assert learning_rate_of(config, "actor", 10) == 0
-    assert learning_rate_of(config, "actor", 11) == pytest.approx(5e-8)
-    assert learning_rate_plan(config, done=0).startswith("learning rate: rises from 5e-8 in step 11 to 1e-6 in step 30")
+    networks = trained(config)
+    assert [*learning_rates(networks, config.trainer, 10)] == ["critic"]
+    assert learning_rates(networks, config.trainer, 11)["actor"] == pytest.approx(5e-8)
+    plan = learning_rate_plan(config.actor.optim, config.trainer, done=0)
+    assert plan.startswith("learning rate: rises from 5e-8 in step 11 to 1e-6 in step 30")
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(19, True), (20, False), (100, False)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.config.derived import checkpoint_dir
-from dapo_jax.config.sections import Config, OptimConfig
+from dapo_jax.config.sections import Config, OptimConfig, TrainerConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.learner.optimizer import Models, init_state
 from dapo_jax.monitor.records import write_config
@@ -22,7 +22,7 @@ SETTINGS = OptimConfig(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
 def save(directory, *steps) -> None:
-    checkpoints = Checkpoints(str(directory), max_to_keep=9)
+    checkpoints = Checkpoints(str(directory), TrainerConfig(max_ckpt_to_keep=9))
     models = Models(actor=init_state({"w": jnp.ones(2)}, SETTINGS), critic=None)
     for step in steps:
         checkpoints.save(models, Progress(step=step), {"next_prompt": np.array(0)})
@@ -50,7 +50,7 @@ def test_a_workdir_may_be_named_by_a_number(tmp_path):
         assert find_checkpoint(str(path)) == Origin(str(directory), step)
         trained = find_trained(str(path))
         assert trained is not None and trained.step == step
-        assert checkpoint_dir(trained.config.workdir, trained.config.trainer) == str(directory)
+        assert trained.directory == str(directory)
     with pytest.raises(ValueError, match="must be the workdir of a run with a saved checkpoint"):
         find_checkpoint(str(tmp_path / "lr"))  # whose directories are workdirs
     assert find_trained(str(tmp_path / "lr")) is None

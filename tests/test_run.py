@@ -15,11 +15,13 @@ from small_run import small_config
 
 from dapo_jax.data.experience import Collected
 from dapo_jax.learner.actor import build_actor
-from dapo_jax.learner.critic import build_critic
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
+from dapo_jax.monitor.monitor import Monitor
+from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.parallel.stopping import unpaced
 from dapo_jax.run.base_models import load_policy, load_reference, read_model
-from dapo_jax.run.networks import init_models
+from dapo_jax.run.networks import build_learner
 from dapo_jax.run.progress import Progress, advance, recomputes
 from dapo_jax.run.settings import actor_settings
 
@@ -42,6 +44,8 @@ def test_the_reference_is_the_models_own_start_unless_another_is_named():
     expected = load_policy(LLAMA, read_architecture(LLAMA), one_device_mesh()).params
     assert_equal(reference_of(**{"model.path": LLAMA}), expected)
     assert_equal(reference_of(**{"model.path": "elsewhere", "reference.path": LLAMA}), expected)
+    new = load_policy("random", read_architecture(LLAMA), one_device_mesh()).params
+    assert_equal(reference_of(**{"model.path": LLAMA, "reference.path": "random"}), new)  # it was the model's own start
     message = f"reference.path={QWEN2} must have the architecture of model.path={LLAMA}"
     with pytest.raises(ValueError, match=re.escape(message)):
         reference_of(**{"model.path": LLAMA, "reference.path": QWEN2})
@@ -60,11 +64,10 @@ def critic_of(policy, critic_path):
     """The parameters that a run of the policy at `policy` and its critic begin with."""
     changes = {"algorithm.adv_estimator": "gae", "critic.model.path": str(critic_path)}
     config = small_config("unused", **changes, **{"model.path": str(policy)})
-    mesh, (arch, _) = one_device_mesh(), read_model(config)
+    mesh, (arch, tokenizer) = one_device_mesh(), read_model(config)
     with jax.set_mesh(mesh):
-        settings = actor_settings(config, arch, mesh)
-        actor, critic = build_actor(settings, mesh), build_critic(settings.passes, config.critic, mesh)
-        models = init_models(config, arch, actor, critic, mesh)
+        learner = build_learner(config, arch, tokenizer, Meshes(mesh, mesh), Monitor.silent(), unpaced)
+        models = learner.networks.init_models()
     assert models.critic is not None
     return models.actor.params, models.critic.params
 

@@ -19,14 +19,14 @@ def run_at(workdir, checkpoints=""):
 @pytest.fixture
 def saved(monkeypatch):
     """Who saved the checkpoints of a directory: its id and workdir."""
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, RunId] = {}
     monkeypatch.setattr(run_id, "saved_steps", lambda directory: [3] if directory in found else [])
     monkeypatch.setattr(run_id, "saved_by", lambda directory, step: found[directory])
     return found
 
 
 def found_in(workdir, checkpoints=""):
-    return find_run_id(run_at(workdir, checkpoints), str(workdir)).id
+    return find_run_id(str(workdir), str(checkpoints or workdir / "checkpoints"), str(workdir)).id
 
 
 def test_checkpoints_of_another_run_are_refused_with_both_ways_out(tmp_path, saved):
@@ -34,7 +34,7 @@ def test_checkpoints_of_another_run_are_refused_with_both_ways_out(tmp_path, sav
     shared, first, second = tmp_path / "shared", tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
-    own = find_run_id(run_at(first, shared), str(first))
+    own = find_run_id(str(first), str(shared), str(first))
     assert own.id and own.workdir == str(first)
     write_run_id(str(first), own)
     saved[str(shared)] = own
@@ -72,7 +72,7 @@ def test_a_workdir_that_was_lost_or_moved_is_the_same_run_and_a_copy_is_not(tmp_
 def test_checkpoints_of_earlier_versions_belong_to_the_workdir_that_records_their_directory(tmp_path, saved):
     shared, workdir = tmp_path / "shared", tmp_path / "run"
     workdir.mkdir()
-    saved[str(shared)] = saved[str(workdir / "checkpoints")] = "", ""
+    saved[str(shared)] = saved[str(workdir / "checkpoints")] = RunId("", "")
     assert found_in(workdir)
     with pytest.raises(ValueError, match="holds checkpoints of another run, not of workdir"):
         found_in(workdir, shared)

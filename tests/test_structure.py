@@ -65,8 +65,8 @@ def test_every_file_says_whether_it_is_host_or_device():
 
 
 # What runs in a verifier's process, where the text of an error is the sample's, and what reads no input.
-WITHOUT_INPUT = {f"rewards/{name}.py" for name in ("results", "arithmetic", "math_verifier", "reasoning_gym")}
-WITHOUT_INPUT |= {"preflight/hlo_text.py"}
+WITHOUT_INPUT = {f"rewards/{name}.py" for name in ("messages", "numerals", "math_verifier")}
+WITHOUT_INPUT |= {"data/reasoning_gym.py", "preflight/hlo_text.py"}
 
 
 def test_wrong_input_is_refused_by_an_error_of_its_own():

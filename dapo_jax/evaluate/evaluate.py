@@ -31,21 +31,22 @@ from dapo_jax.data.experience import Experience
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError, say
 from dapo_jax.learner.decode_weights import build_decode_weights
+from dapo_jax.monitor.bars import shows_progress
 from dapo_jax.monitor.console import aligned
 from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.run.base_models import load_base, load_trained, read_policy
+from dapo_jax.run.base_models import load_policy, load_trained, read_policy
 from dapo_jax.run.checkpoint import saved_steps
 from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.held_out import HeldOut, Receive, evaluate
 from dapo_jax.run.meshes import check_weights
 from dapo_jax.run.other_runs import Trained, find_trained
 from dapo_jax.run.parts import build_held_out, describe, open_rewards, open_sampler, report_devices
+from dapo_jax.run.passes import compute_dtype
 from dapo_jax.run.problems import TaskSet, read_problems
-from dapo_jax.run.settings import compute_dtype
 
 OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
@@ -74,12 +75,10 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
             `output` holds another evaluation.
     """
     validate(config, training=False)
-    checkpoints = _checkpoints(config, step, all_steps)
+    checkpoints = _checkpoints(config.model.path, config.workdir, step) if all_steps or step is not None else []
     output = new_output(output)
     if checkpoints:
-        config = dataclasses.replace(
-            config, model=dataclasses.replace(config.model, path=checkpoints[0].config.workdir)
-        )
+        config = with_values(config, {"model.path": checkpoints[0].config.workdir})
     config = with_downloads(config, training=False)
     results: list[dict] = []
     with ExitStack() as stack:
@@ -135,7 +134,10 @@ def open_policy(config: Config) -> Iterator[_Measuring]:
     monitor = Monitor.silent()
 
     def load(trained: Trained | None) -> Any:
-        return (load_trained(trained, arch, mesh) if trained else load_base(config, arch, mesh)).params
+        if trained is not None:
+            return load_trained(trained, arch, mesh).params
+        shown = shows_progress(config.trainer, config.monitor)
+        return load_policy(config.model.path, arch, mesh, seed=config.seed, shown=shown).params
 
     with (
         jax.set_mesh(mesh),
@@ -148,27 +150,20 @@ def open_policy(config: Config) -> Iterator[_Measuring]:
         yield _Measuring(held_out, decode_weights, load, "; ".join(described))
 
 
-def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trained]:
-    """Those that are asked for; none if model.path itself is to be measured."""
-    if step is None and not all_steps:
-        return []
-    trained = _measured_run(config.model.path, config.workdir)
+def _checkpoints(model: str, workdir: str, step: int | None) -> list[Trained]:
+    """All checkpoints of the run at `model` or in `workdir`, or the one of a step."""
+    trained = find_trained(model) or find_trained(workdir)
     if trained is None:
         raise InputError(
-            f"--step and --all-steps need a run: neither model.path={config.model.path} nor workdir={config.workdir} "
-            "is the workdir of one: give it by --config.model.path"
+            f"--step and --all-steps need a run: neither model.path={model} nor workdir={workdir} is the workdir of "
+            "one: give it by --config.model.path"
         )
-    saved = saved_steps(checkpoint_dir(trained.config.workdir, trained.config.trainer))
+    saved = saved_steps(trained.directory)
     if step is not None and step not in saved:
         raise InputError(
             f"--step={step} must be a checkpoint of workdir={trained.config.workdir}: choose one of {saved}"
         )
     return [dataclasses.replace(trained, step=one) for one in (saved if step is None else [step])]
-
-
-def _measured_run(model: str, workdir: str | None) -> Trained | None:
-    """The run of model.path; where that is none and checkpoints are asked for, the run of `workdir`."""
-    return find_trained(model) or (find_trained(workdir) if workdir is not None else None)
 
 
 def as_in_the_run(config: Config, chosen: Collection[str], *, checkpoints: bool) -> tuple[Config, tuple[str, ...]]:
@@ -178,7 +173,7 @@ def as_in_the_run(config: Config, chosen: Collection[str], *, checkpoints: bool)
         chosen: keys that keep their value in `config`.
         checkpoints: whether checkpoints of a run are asked for by their step.
     """
-    trained = _measured_run(config.model.path, config.workdir if checkpoints else None)
+    trained = find_trained(config.model.path) or (find_trained(config.workdir) if checkpoints else None)
     if trained is None:
         saved = saved_steps(checkpoint_dir(config.workdir, config.trainer))
         measured = f"model.path={config.model.path} is measured, not the run in workdir={config.workdir}"

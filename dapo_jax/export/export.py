@@ -25,13 +25,12 @@ from dapo_jax.command.help import command_parser
 from dapo_jax.command.output_directory import new_output, output_directory
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.places import place_of
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.config.values import DEFAULTS, flat
 from dapo_jax.data.model_files import read_object
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError, say
-from dapo_jax.export.model_card import model_card, recipe
-from dapo_jax.export.upload import check_upload, upload
+from dapo_jax.export.hub import check_upload, model_card, recipe, upload
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.architecture import Architecture
@@ -82,14 +81,15 @@ def export(
             `adapter` is set without model.lora.
     """
     output, (config, _) = new_output(output), as_trained(config, DEFAULTS)
-    step = _chosen_step(config.workdir, checkpoint_dir(config.workdir, config.trainer), step)
+    directory = checkpoint_dir(config.workdir, config.trainer)
+    step = _chosen_step(config.workdir, directory, step)
     if adapter and not config.model.lora.rank:
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_weights(arch, mesh)
-    params, saved = trained_params(Trained(config, step), arch, mesh)
+    params, saved = trained_params(Trained(config, directory, step), arch, mesh)
     card = model_card(config, step, adapter=adapter) if is_first() else None
     write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card, saved=saved)
     return step
@@ -162,7 +162,7 @@ def write_policy(
         card: the text of README.md; None = no such file.
         saved: see `with_base`.
     """
-    lora, shown = lora_of(config, arch), shows_progress(config.trainer, config.monitor)
+    lora, shown = lora_of(config.model.lora, arch), shows_progress(config.trainer, config.monitor)
     with output_directory(output) as directory:
         if card is not None:
             (directory / "README.md").write_text(card, encoding="utf-8")
@@ -173,9 +173,9 @@ def write_policy(
             _write(directory, adapter_table(arch, lora), params, dtype, "adapter_model", shown=shown)
             return
         if is_first():
-            model = first_model(config)
+            model = first_model(config.model.path)
             if model == RANDOM:
-                _write_description(config, arch, tokenizer, directory, dtype)
+                _write_description(arch, tokenizer, config.data, directory, dtype)
             else:
                 _copy_description(model_at(model, weights=False), arch, directory, dtype)
         whole = with_base(config, arch, mesh, params, saved).params
@@ -219,9 +219,9 @@ def _copy_description(source: Path, arch: Architecture, output: Path, dtype: str
             shutil.copyfile(source / name, output / name)
 
 
-def _write_description(config: Config, arch: Architecture, tokenizer: Tokenizer, output: Path, dtype: str) -> None:
+def _write_description(arch: Architecture, tokenizer: Tokenizer, data: DataConfig, output: Path, dtype: str) -> None:
     """Writes the same files for a random model, a Llama without a bos token."""
-    length = config.data.max_prompt_length + config.data.max_response_length
+    length = data.max_prompt_length + data.max_response_length
     [eos_id] = tokenizer.eos_ids
     special = {"eos_token_id": eos_id, "pad_token_id": tokenizer.pad_id}
     hf = {
@@ -283,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_first():
             say(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
             if given.push_to_hub:
-                message = f"{Path(config.workdir).name} after step {step}, trained with {recipe(config)}"
+                how = recipe(config.algorithm, config.actor.policy_loss.loss_mode)
+                message = f"{Path(config.workdir).name} after step {step}, trained with {how}"
                 output = Path(given.output).expanduser().absolute()
                 address = upload(output, given.push_to_hub, private=given.private, message=message)
                 say(f"it is also at {address}")

@@ -1,7 +1,6 @@
 """Host: a policy for loops of your own: it samples, computes log-probabilities, and learns from rewards."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,8 +19,7 @@ from dapo_jax.data.experience import Experience
 from dapo_jax.errors import InputError
 from dapo_jax.export.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
-from dapo_jax.interface.estimates import comparing_groups, given_advantages
-from dapo_jax.interface.samples import Prompt, Samples
+from dapo_jax.interface.samples import Prompt, Samples, comparing_groups, given_advantages
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.trained_networks import trained
@@ -32,11 +30,11 @@ from dapo_jax.parallel.stopping import Pace
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run.base_models import read_policy
 from dapo_jax.run.downloads import with_downloads
-from dapo_jax.run.meshes import check_memory, make_meshes
+from dapo_jax.run.meshes import make_meshes
 from dapo_jax.run.networks import build_learner
 from dapo_jax.run.other_runs import find_trained
 from dapo_jax.run.parts import open_sampler
-from dapo_jax.run.sampler import unverified_groups
+from dapo_jax.run.sampler import groups_of
 from dapo_jax.run.settings import learning_rates
 
 
@@ -67,13 +65,12 @@ class Policy:
         keep_compiled(config.trainer.compilation_cache_dir)
         self.config = config = with_downloads(config, data=False)
         self.arch, self.tokenizer = read_policy(config)
-        mesh, sampling_mesh = make_meshes(config, self.arch)
-        check_memory(trained(config), config.model, mesh)
+        meshes = make_meshes(config, self.arch)
         monitor = Monitor.silent()
-        with ExitStack() as stack, jax.set_mesh(mesh):
-            sampler = open_sampler(config, self.arch, self.tokenizer, sampling_mesh, monitor)
+        with ExitStack() as stack, jax.set_mesh(meshes.training):
+            sampler = open_sampler(config, self.arch, self.tokenizer, meshes.sampling, monitor)
             self._sampler = stack.enter_context(sampler)
-            self._learner = build_learner(config, self.arch, self._sampler, mesh, monitor, Pace(lambda: None))
+            self._learner = build_learner(config, self.arch, self.tokenizer, meshes, monitor, Pace(lambda: None))
             self._models = self._learner.networks.init_models()
             self._open = stack.pop_all()
         self.steps = 0  # that it has learnt from
@@ -122,7 +119,7 @@ class Policy:
             rollout = self._sampler.engine.generate(tokens, numbers, request, limits=limits)
         rows = zip(rollout.responses, rollout.mask, strict=True)
         texts = [self.tokenizer.decode(row[kept].tolist()) for row, kept in rows]
-        groups = unverified_groups(rollout, tokens, list(numbers), list(numbers), texts, self.steps)
+        groups = groups_of(rollout, tokens, list(numbers), list(numbers), texts, self.steps)
         return Samples(list(prompts), groups, temperature)
 
     def logprobs(self, samples: Samples) -> np.ndarray:
@@ -169,7 +166,8 @@ class Policy:
             rewards = advantages if advantages.ndim == 2 else advantages.sum(axis=-1, where=samples.mask)
         experience = self._rewarded(samples, rewards)
         recompute = config.actor.old_logprob == "recompute"
-        rates, networks = learning_rates(config, self.steps + 1), learner.batching.trained
+        networks = learner.batching.trained
+        rates = learning_rates(networks, config.trainer, self.steps + 1)
         if learning_rate is not None:
             rates = dict.fromkeys(rates, learning_rate)
         elif ended := [name for name, rate in rates.items() if rate == 0 < networks[name].options.optim.lr]:
@@ -218,9 +216,7 @@ class Policy:
         data = self.config.data
         if isinstance(prompts, str) or not prompts or any(isinstance(prompt, dict) for prompt in prompts):
             raise InputError("prompts must be a list of texts, or of lists of chat messages, and not empty: correct it")
-        tokens = self.tokenizer.encode_prompts(
-            prompts, system_prompt=data.system_prompt, chat_template_kwargs=json.loads(data.chat_template_kwargs)
-        )
+        tokens = self.tokenizer.encode_prompts(prompts, data)
         longest = max(map(len, tokens), default=0)
         if not all(tokens) or longest > data.max_prompt_length:
             raise InputError(

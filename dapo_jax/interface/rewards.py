@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from dapo_jax.command.tasks import NO_FUNCTIONS
-from dapo_jax.config.function_names import name_of
+from dapo_jax.config.own_functions import name_of
 from dapo_jax.config.sections import Config, RewardConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.errors import InputError

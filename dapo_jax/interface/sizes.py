@@ -11,7 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from dapo_jax.config.places import is_address
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, MeshConfig, TrainerConfig
 from dapo_jax.config.values import default_config, with_values
 from dapo_jax.data.padding import bucket
 from dapo_jax.data.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ from dapo_jax.errors import divisors, say
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.load import context_length
+from dapo_jax.models.hf_architecture import context_length
 from dapo_jax.models.weights import weight_table
 from dapo_jax.monitor.records import read_config
 from dapo_jax.parallel.memory import free_bytes
@@ -27,7 +27,8 @@ from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible
 from dapo_jax.run.base_models import first_model, read_model
 from dapo_jax.run.downloads import with_downloads
-from dapo_jax.run.meshes import fits_memory, make_meshes
+from dapo_jax.run.meshes import make_meshes
+from dapo_jax.run.passes import fits_memory
 from dapo_jax.run.problems import read_problems
 
 LONGEST_PROMPT = 2048  # tokens; longer prompts are left out
@@ -66,24 +67,30 @@ def with_sizes(config: Config, given: Mapping[str, Any]) -> Config:
         given: options that the caller has set, which stay.
     """
     before = read_config(config.workdir) if is_first() else None
-    kept = gather({key: attrgetter(key)(before) for key in SIZES} if before else None)[0]
-    if kept is not None:
-        return _told(config, kept, given, f"sizes of the run in {config.workdir}")
-    downloaded = with_downloads(config)
-    arch, tokenizer = read_model(downloaded)
-    found = {**_batch_sizes(config, arch, given), **_lengths(downloaded, tokenizer, given)}
-    sized = with_values(config, {key: value for key, value in found.items() if key not in given})
-    found[MICRO_BATCH] = _micro_batch_size(sized, arch)
-    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    return _told(config, found, given, f"sizes for {devices}, of which any can be given")
+    found = gather({key: attrgetter(key)(before) for key in SIZES} if before else None)[0]
+    what = f"sizes of the run in {config.workdir}"
+    if found is None:
+        downloaded = with_downloads(config)
+        arch, tokenizer = read_model(downloaded)
+        found = {**_batch_sizes(config.mesh, config.trainer, arch, given), **_lengths(downloaded, tokenizer, given)}
+        sized = with_values(config, {key: value for key, value in found.items() if key not in given})
+        found[MICRO_BATCH] = _micro_batch_size(sized, arch)
+        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        what = f"sizes for {devices}, of which any can be given"
+    values = {key: value for key, value in found.items() if key not in given and value is not False}
+    if is_first() and values and config.monitor.console in ("steps", "detailed"):
+        say(f"{what}: {' '.join(f'{key}={value}' for key, value in values.items())}")
+    return with_values(config, values)
 
 
-def _batch_sizes(config: Config, arch: Architecture, given: Mapping[str, Any]) -> dict[str, Any]:
+def _batch_sizes(
+    mesh: MeshConfig, trainer: TrainerConfig, arch: Architecture, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """All devices share the parameters, as far as they divide them, and each has rows of a mini-batch."""
-    devices, mesh = jax.device_count(), config.mesh
+    devices = jax.device_count()
     others = mesh.tensor * max(mesh.data, 1)
     fsdp = 1
-    if devices % others == 0 and not config.trainer.rollout_ahead:
+    if devices % others == 0 and not trainer.rollout_ahead:
         table, tensor = weight_table(arch), mesh.tensor
         shapes = [{"data": 1, "fsdp": size, "tensor": tensor} for size in divisors(devices // others)]
         fitting = [
@@ -102,27 +109,25 @@ def _batch_sizes(config: Config, arch: Architecture, given: Mapping[str, Any]) -
 
 
 def _lengths(config: Config, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Prompts as long as those of the data, and responses as the model's context has room for."""
-    longest = given.get("data.max_prompt_length") or _longest_prompt(config, tokenizer)
-    prompt = longest if "data.max_prompt_length" in given else min(bucket(longest), LONGEST_PROMPT)
-    context = context_length(model_at(first_model(config), weights=False)) or prompt + _of_platform(RESPONSE)
-    response = max(min(_of_platform(RESPONSE), context - prompt), 1)
+    """Prompts as long as those to train or to evaluate on, and responses as the model's context has room for."""
+    if longest := given.get("data.max_prompt_length"):
+        prompt = longest
+    else:
+        any_length = {"data.max_prompt_length": sys.maxsize, "data.filter_overlong_prompts": False}
+        logging.disable(logging.WARNING)  # what is wrong with the data, the run says
+        try:
+            sets = read_problems(with_values(config, any_length), tokenizer).by_prompts()
+        finally:
+            logging.disable(logging.NOTSET)
+        longest = max(len(tokens) for prompts, _ in sets for tokens in prompts.tokens)
+        prompt = min(bucket(longest), LONGEST_PROMPT)
+    context = context_length(model_at(first_model(config.model.path), weights=False))
+    response = _of_platform(RESPONSE)
     return {
         "data.max_prompt_length": prompt,
         "data.filter_overlong_prompts": longest > prompt,
-        "data.max_response_length": response,
+        "data.max_response_length": max(min(response, (context or prompt + response) - prompt), 1),
     }
-
-
-def _longest_prompt(config: Config, tokenizer: Tokenizer) -> int:
-    """Tokens of the longest prompt to train or to evaluate on. What is wrong with the data, the run says."""
-    logging.disable(logging.WARNING)
-    try:
-        any_length = {"data.max_prompt_length": sys.maxsize, "data.filter_overlong_prompts": False}
-        sets = read_problems(with_values(config, any_length), tokenizer).by_prompts()
-    finally:
-        logging.disable(logging.NOTSET)
-    return max(len(tokens) for prompts, _ in sets for tokens in prompts.tokens)
 
 
 def _micro_batch_size(config: Config, arch: Architecture) -> int:
@@ -139,10 +144,3 @@ def _micro_batch_size(config: Config, arch: Architecture) -> int:
 
 def _of_platform(sizes: tuple[int, int]) -> int:
     return sizes[jax.default_backend() != "cpu"]
-
-
-def _told(config: Config, found: Mapping[str, Any], given: Mapping[str, Any], what: str) -> Config:
-    values = {key: value for key, value in found.items() if key not in given and value is not False}
-    if is_first() and values and config.monitor.console in ("steps", "detailed"):
-        say(f"{what}: {' '.join(f'{key}={value}' for key, value in values.items())}")
-    return with_values(config, values)

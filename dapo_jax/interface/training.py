@@ -104,7 +104,7 @@ def train(
     if reward is not None:
         frozen = with_reward(frozen, reward)
     reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)
-    with processes_of(frozen):
+    with processes_of(frozen.trainer):
         try:
             frozen = with_sizes(frozen, options) if of_model else frozen
             training.train(frozen, on_step=on_step)

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -13,17 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.config.derived import checkpoint_dir, uses_reference
+from dapo_jax.config.derived import uses_reference
 from dapo_jax.config.places import place_of
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, DataConfig, LoraConfig
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer, within_rows
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import GGUF, is_gguf, model_name
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.hub.smollm2 import is_smollm2
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.hf_architecture import context_length, read_architecture
 from dapo_jax.models.identity import WEIGHTS, Identity, differences, identity
-from dapo_jax.models.load import context_length, load_params, read_model_architecture
+from dapo_jax.models.load import load_params
 from dapo_jax.models.lora import ALL_LINEAR, Lora, adapter_table, merged, present_targets
 from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
 from dapo_jax.monitor.bars import bar, shows_progress
@@ -31,7 +33,9 @@ from dapo_jax.parallel.checksums import digest
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.other_runs import RANDOM, Trained, find_trained
-from dapo_jax.run.stops import check_stop_strings
+from dapo_jax.run.sampler import check_stop_strings
+
+TEACHER = "algorithm.distillation.path"
 
 logger = logging.getLogger(__name__)
 
@@ -50,26 +54,25 @@ def check_model_paths(config: Config, *, training: bool = True) -> None:
     Args:
         training: also check the models that only training needs.
     """
-    problems = [missing_model(option, path) for option, path in model_paths(config, training=training).items()]
+    problems = [_missing_model(option, path) for option, path in model_paths(config, training=training).items()]
     if any(problems):
         raise InputError("\n".join(problem for problem in problems if problem))
 
 
 def model_paths(config: Config, *, training: bool = True) -> dict[str, str]:
     """The options that name a model to load, and what they name."""
-    paths = {"model.path": config.model.path}
-    paths |= (
-        {"reference.path": config.reference.path or ""}
-        if training and uses_reference(config.algorithm, config.actor)
-        else {}
-    )
-    paths |= {"critic.model.path": config.critic.model.path} if training else {}
-    paths |= {"algorithm.distillation.path": config.algorithm.distillation.path} if training else {}
-    paths |= {"reward.model.path": config.reward.model.path}
+    with_reference = training and uses_reference(config.algorithm, config.actor)
+    paths = {
+        "model.path": config.model.path,
+        "reference.path": config.reference.path if with_reference else None,
+        "critic.model.path": config.critic.model.path if training else None,
+        TEACHER: config.algorithm.distillation.path if training else None,
+        "reward.model.path": config.reward.model.path,
+    }
     return {option: path for option, path in paths.items() if path and path != RANDOM}
 
 
-def missing_model(option: str, path: str) -> str | None:
+def _missing_model(option: str, path: str) -> str | None:
     """What to do if `path` is no model; None if it exists, or is a name on the hub, which has its own errors."""
     if is_smollm2(path):
         return None
@@ -81,9 +84,9 @@ def missing_model(option: str, path: str) -> str | None:
     return f"{option}={path} does not exist: give a Hugging Face model directory, or OWNER/NAME of the Hugging Face hub"
 
 
-def context_warning(config: Config) -> str | None:
-    """A warning if prompts and responses exceed the model's context; None if they do not."""
-    path, data = first_model(config), config.data
+def context_warning(path: str, data: DataConfig) -> str | None:
+    """A warning if prompts and responses exceed the context of the model at `path`; None if they do not."""
+    path = first_model(path)
     made_for = None if path == RANDOM else context_length(model_at(path, weights=False))
     longest = data.max_prompt_length + data.max_response_length
     if made_for is None or longest <= made_for:
@@ -95,10 +98,10 @@ def context_warning(config: Config) -> str | None:
     )
 
 
-def first_model(config: Config) -> str:
-    """model.path or, if that is another run, the model that it started from."""
-    trained = find_trained(config.model.path)
-    return config.model.path if trained is None else first_model(trained.config)
+def first_model(path: str) -> str:
+    """`path` or, if that is a run, the model that it started from."""
+    trained = find_trained(path)
+    return path if trained is None else first_model(trained.config.model.path)
 
 
 def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture, Tokenizer]:
@@ -109,100 +112,65 @@ def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture,
     """
     check_model_paths(config, training=training)
     arch, tokenizer = read_model(config)
-    if warning := context_warning(config):
+    if warning := context_warning(config.model.path, config.data):
         logger.warning("%s", warning)
     check_stop_strings(tokenizer, config.rollout.stop)
-    _check_lora(config, arch)
+    lora, present = lora_of(config.model.lora, arch), present_targets(arch)
+    absent = [target for target in lora.targets if target not in present] if lora else []
+    if lora and absent:
+        left = tuple(target for target in lora.targets if target in present)
+        raise InputError(
+            f"model.lora.target_modules has {', '.join(absent)}, but every feed-forward network of this model is a "
+            f"mixture of experts, and experts take no adapters: set model.lora.target_modules={left}"
+        )
     return arch, tokenizer
 
 
-def _check_lora(config: Config, arch: Architecture) -> None:
-    lora, present = lora_of(config, arch), present_targets(arch)
-    if lora is None:
-        return
-    absent = [target for target in lora.targets if target not in present]
-    if absent:
-        left = [target for target in lora.targets if target in present]
-        raise InputError(
-            f"model.lora.target_modules has {', '.join(absent)}, but every feed-forward network of this model is a "
-            f"mixture of experts, and experts take no adapters: set model.lora.target_modules={tuple(left)}"
-        )
-
-
 def read_model(config: Config, option: str = "model.path") -> tuple[Architecture, Tokenizer]:
-    """The architecture and the tokenizer of model.path, which `option` named.
+    """The architecture and the tokenizer of the model that `option` names.
 
     Raises:
         InputError: a file is missing or damaged, or the two do not fit together.
     """
-    trained = find_trained(config.model.path)
-    if trained is not None:
-        arch, tokenizer = read_model(trained.config, option)
-        return arch, dataclasses.replace(tokenizer, keeps_special=config.reward.keep_special_tokens)
-    if config.model.path != RANDOM:
-        path = model_at(config.model.path, weights=False)
-        arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
-    else:
+    path = attrgetter(option)(config)
+    if (trained := find_trained(path)) is not None:
+        arch, tokenizer = read_model(trained.config)
+    elif path == RANDOM:
         tokenizer = character_tokenizer()
-        sizes = config.model.random
         arch = Architecture(
             family="llama",
             vocab_size=-(-tokenizer.vocab_size // 8) * 8,  # so that meshes divide it
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_layers=sizes.num_layers,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
+            **vars(config.model.random),
             rope_theta=10000.0,
             rms_norm_eps=1e-5,
             tie_embeddings=True,
-            initializer_range=sizes.initializer_range,
         )
+    else:
+        directory = model_at(path, weights=False)
+        arch, tokenizer = read_architecture(directory), load_tokenizer(directory)
     if arch.scalar_head:
-        raise InputError(f"{option}={config.model.path} is a sequence-classification model: give a language model")
-    tokenizer = dataclasses.replace(tokenizer, keeps_special=config.reward.keep_special_tokens)
-    return arch, _fitted(tokenizer, arch.vocab_size, f"{option}={config.model.path}")
-
-
-def _fitted(tokenizer: Tokenizer, num_rows: int, named: str) -> Tokenizer:
-    """The tokenizer without added tokens that have no embedding, unless it needs one of them."""
-    fitted = within_rows(tokenizer, num_rows)
-    largest = max(fitted.vocab_size - 1, tokenizer.pad_id, *tokenizer.eos_ids)
-    if largest >= num_rows:
+        raise InputError(f"{option}={path} is a sequence-classification model: give a language model")
+    tokenizer = within_rows(tokenizer, arch.vocab_size)  # without added tokens that have no embedding
+    largest = max(tokenizer.vocab_size - 1, tokenizer.pad_id, *tokenizer.eos_ids)
+    if largest >= arch.vocab_size:
         raise InputError(
-            f"the tokenizer of {named} has ids up to {largest}, but the model has {num_rows} embeddings: use "
-            "the tokenizer that belongs to the model; of more tokens than embeddings, only added tokens (added_tokens "
-            "of tokenizer.json) that end or pad no text are left out"
+            f"the tokenizer of {option}={path} has ids up to {largest}, but the model has {arch.vocab_size} "
+            "embeddings: use the tokenizer that belongs to the model; of more tokens than embeddings, only added "
+            "tokens (added_tokens of tokenizer.json) that end or pad no text are left out"
         )
-    return fitted
+    return arch, dataclasses.replace(tokenizer, keeps_special=config.reward.keep_special_tokens)
 
 
-def lora_of(config: Config, arch: Architecture) -> Lora | None:
+def lora_of(options: LoraConfig, arch: Architecture) -> Lora | None:
     """The adapters to train; None to train all weights."""
-    lora = config.model.lora
-    targets = present_targets(arch) if lora.target_modules == (ALL_LINEAR,) else lora.target_modules
-    return Lora(lora.rank, lora.alpha, targets) if lora.rank else None
+    targets = present_targets(arch) if options.target_modules == (ALL_LINEAR,) else options.target_modules
+    return Lora(options.rank, options.alpha, targets) if options.rank else None
 
 
-def policy_identity(config: Config, arch: Architecture, base: Loaded | None = None) -> Identity:
+def policy_identity(lora: LoraConfig, arch: Architecture, base: Loaded | None = None) -> Identity:
     """What a run's policy computes with besides the weights that it trains; `base` has its adapters."""
-    scale = {"model.lora.alpha": config.model.lora.alpha} if config.model.lora.rank else {}
+    scale = {"model.lora.alpha": lora.alpha} if lora.rank else {}
     return identity(arch, base.digest if base is not None else "", **scale)
-
-
-def load_base(config: Config, arch: Architecture, mesh: Mesh) -> Loaded:
-    """The float32 parameters of model.path, sharded for training."""
-    if config.model.path == RANDOM:  # platforms may draw other last bits
-        return Loaded(_random_params(arch, mesh)(config.seed), f"random weights of seed {config.seed}")
-    return load_policy(config.model.path, arch, mesh, shown=shows_progress(config.trainer, config.monitor))
-
-
-@functools.cache
-def _random_params(arch: Architecture, mesh: Mesh) -> Callable[[int], dict[str, Any]]:
-    """Makes random parameters of a seed, sharded for training."""
-    shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
-    return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)
 
 
 def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Loaded:
@@ -210,14 +178,15 @@ def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], A
     if config.model.lora.rank:
         return Loaded({}, "")
     path = config.reference.path or config.model.path
-    if path == RANDOM:
-        loaded = load_base(config, arch, mesh)
-    elif config.reference.path is not None and _architecture(path) != arch:
-        raise InputError(
-            f"reference.path={path} must have the architecture of model.path={config.model.path}: choose another"
-        )
-    else:
-        loaded = load_policy(path, arch, mesh, shown=shows_progress(config.trainer, config.monitor))
+    if path not in (RANDOM, config.model.path):
+        trained = find_trained(path)
+        own = read_model(trained.config)[0] if trained else read_architecture(model_at(path, weights=False))
+        if own != arch:
+            raise InputError(
+                f"reference.path={path} must have the architecture of model.path={config.model.path}: choose another"
+            )
+    shown = shows_progress(config.trainer, config.monitor)
+    loaded = load_policy(path, arch, mesh, seed=config.seed, shown=shown)
     return Loaded(freeze(loaded.params), loaded.digest)
 
 
@@ -233,7 +202,7 @@ def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
             f"critic.model.path={path} is a run: give a model's files, such as those that dapo_jax.export writes"
         )
     place = model_at(path, weights=True)
-    own = read_model_architecture(place)
+    own = read_architecture(place)
     free = {"scalar_head": False, "tie_embeddings": arch.tie_embeddings, "initializer_range": arch.initializer_range}
     if dataclasses.replace(own, **free) != arch:
         raise InputError(
@@ -243,10 +212,16 @@ def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     return load_params(place, own, place_weight(mesh, TRAIN_RULES))
 
 
-def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = False) -> Loaded:
-    """The float32 parameters of the language model at `path`, sharded for training; `shown`: show a progress bar."""
-    trained = find_trained(path)
-    if trained is not None:
+def load_policy(path: str, arch: Architecture, mesh: Mesh, *, seed: int = 0, shown: bool = False) -> Loaded:
+    """The float32 parameters of the language model at `path`, sharded for training.
+
+    Args:
+        seed: of random weights.
+        shown: show a progress bar.
+    """
+    if path == RANDOM:  # platforms may draw other last bits
+        return Loaded(_random_params(arch, mesh)(seed), f"random weights of seed {seed}")
+    if (trained := find_trained(path)) is not None:
         return load_trained(trained, arch, mesh)
     place = place_weight(mesh, TRAIN_RULES)
     with bar("loading the model", total=4 * count_params(arch), unit="B", shown=shown) as loaded:
@@ -259,32 +234,39 @@ def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = Fals
     return Loaded(params, digest(params))
 
 
+@functools.cache
+def _random_params(arch: Architecture, mesh: Mesh) -> Callable[[int], dict[str, Any]]:
+    """Makes random parameters of a seed, sharded for training."""
+    shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
+    return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)
+
+
 def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> tuple[dict[str, Any], Identity]:
     """The weights or adapters that a run has trained, in float32, sharded for training, and its policy's identity.
 
     Raises:
         InputError: the checkpoint belongs to another model, or is damaged.
     """
-    config, lora = trained.config, lora_of(trained.config, arch)
+    config = trained.config
+    lora = lora_of(config.model.lora, arch)
     table = weight_table(arch) if lora is None else adapter_table(arch, lora)
     shape = unflatten(
         (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
         for weight in table
     )
-    checkpoints = Checkpoints(checkpoint_dir(config.workdir, config.trainer), read_only=True)
+    checkpoints = Checkpoints(trained.directory, config.trainer, read_only=True)
     try:
         params, progress = checkpoints.restore_policy(trained.step, shape)
     finally:
         checkpoints.close()
     saved = progress.loaded.get("model.path", {})
-    _check_policy(config, saved, policy_identity(config, arch))
+    _check_policy(config.workdir, config.model.path, saved, policy_identity(config.model.lora, arch))
     return params, saved
 
 
 def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> Loaded:
     """The float32 parameters of a run's policy, with its adapters merged, sharded for training."""
-    params, saved = trained_params(trained, arch, mesh)
-    return with_base(trained.config, arch, mesh, params, saved)
+    return with_base(trained.config, arch, mesh, *trained_params(trained, arch, mesh))
 
 
 def with_base(
@@ -298,23 +280,18 @@ def with_base(
     Raises:
         InputError: the files of model.path are not those that the adapters were trained on.
     """
-    lora, own = lora_of(config, arch), digest(params)
+    path, lora, own = config.model.path, lora_of(config.model.lora, arch), digest(params)
     if lora is None:
         return Loaded(params, own)
-    base = load_base(config, arch, mesh)
-    _check_policy(config, saved or {}, {WEIGHTS: base.digest})
+    base = load_policy(path, arch, mesh, seed=config.seed, shown=shows_progress(config.trainer, config.monitor))
+    _check_policy(config.workdir, path, saved or {}, {WEIGHTS: base.digest})
     together = hashlib.sha256(f"{base.digest} {own} {lora.alpha}".encode()).hexdigest()
     return Loaded(merged(base.params, params, lora), together)
 
 
-def _check_policy(config: Config, saved: Identity, found: Identity) -> None:
+def _check_policy(workdir: str, path: str, saved: Identity, found: Identity) -> None:
     if changed := differences(saved, found):
         raise InputError(
-            f"model.path={config.model.path} and model.lora must be those that the run in workdir={config.workdir} was "
-            f"trained with, but now there are {', '.join(changed)}: restore the files and the options"
+            f"model.path={path} and model.lora must be those that the run in workdir={workdir} was trained with, but "
+            f"now there are {', '.join(changed)}: restore the files and the options"
         )
-
-
-def _architecture(path: str) -> Architecture:
-    trained = find_trained(path)
-    return read_model_architecture(model_at(path, weights=False)) if trained is None else read_model(trained.config)[0]

@@ -17,6 +17,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from dapo_jax.config.places import is_address
+from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models, TrainState
 from dapo_jax.parallel.endings import is_jax_failure
@@ -38,28 +39,15 @@ class Checkpoints:
 
     Args:
         directory: an absolute path or an address like gs://bucket/run; created if needed.
-        max_to_keep: how many of the newest to keep.
-        keep_best: how many of those with the best `metric` to keep as well.
-        mode: which metric is better: "max" or "min".
-        metric: its name; "" = accuracy. A checkpoint saved with another name or mode, or measured on other held-out
-            problems, counts as the worst.
-        timeout_s: seconds that writing one may take.
+        options: how many to keep. One saved with another best_metric or best_metric_mode, or measured on other
+            held-out problems, counts as the worst.
         read_only: for another run, which may still be training: nothing is created, cleaned up or written.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        *,
-        max_to_keep: int = 1,
-        keep_best: int = 0,
-        mode: str = "max",
-        metric: str = "",
-        timeout_s: int = 3600,
-        read_only: bool = False,
-    ) -> None:
-        self._directory = directory
+    def __init__(self, directory: str, options: TrainerConfig, *, read_only: bool = False) -> None:
+        self.directory = directory
         self._saved_at = time.monotonic()
+        metric, mode = options.best_metric, options.best_metric_mode
         self._metric = measure = _METRIC if (metric, mode) == ("", "max") else f"{_METRIC} of {mode} {metric}"
         self._held_out, of_problems, sign = "", of_held_out(metric), 1 if mode == "max" else -1
 
@@ -69,7 +57,7 @@ class Checkpoints:
             value = metrics.get(measure) if comparable else None
             return -math.inf if value is None else sign * value, -(metrics.get("step") or 0)
 
-        best = BestN(get_metric_fn=quality, n=keep_best, keep_checkpoints_without_metrics=False)
+        best = BestN(get_metric_fn=quality, n=options.keep_best_ckpt, keep_checkpoints_without_metrics=False)
         log = absl.logging.get_absl_logger()
         level = log.level
         if read_only:
@@ -78,11 +66,11 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 epath.Path(directory),
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=AnyPreservationPolicy([LatestN(max_to_keep), best]),
+                    preservation_policy=AnyPreservationPolicy([LatestN(options.max_ckpt_to_keep), best]),
                     best_fn=quality,  # without it Orbax reads no metrics
                     create=not read_only,
                     read_only=read_only,
-                    async_options=ocp.AsyncOptions(timeout_secs=timeout_s),
+                    async_options=ocp.AsyncOptions(timeout_secs=options.checkpoint_timeout_s),
                 ),
                 item_handlers={
                     "models": ocp.PyTreeCheckpointHandler(),
@@ -167,7 +155,7 @@ class Checkpoints:
         with self._writing():
             self._manager.wait_until_finished()
             if is_first():
-                folder = epath.Path(self._directory) / str(progress.step)
+                folder = epath.Path(self.directory) / str(progress.step)
                 files = {folder / "metrics" / "metrics": measured}
                 if progress.solved:
                     record = folder / "progress" / "metadata"
@@ -235,10 +223,10 @@ class Checkpoints:
         self._manager.close()
 
     def _check_space(self, models: Models, stream: dict[str, Any]) -> None:
-        if is_address(self._directory):
+        if is_address(self.directory):
             return  # a bucket has no limit
         needed = _SPARE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves((_trained(models), stream)))
-        free = shutil.disk_usage(Path(self._directory)).free
+        free = shutil.disk_usage(Path(self.directory)).free
         if free < needed:
             raise OSError(f"it needs {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free")
 
@@ -249,12 +237,12 @@ class Checkpoints:
         except Exception as error:  # Orbax and its file systems raise many classes
             if is_jax_failure(error):
                 raise
-            complete = max(saved_steps(self._directory), default=None)
+            complete = max(saved_steps(self.directory), default=None)
             fix = "make room, or move the checkpoints elsewhere and set trainer.checkpoint_dir"
             if isinstance(error, TimeoutError):
                 fix = "raise trainer.checkpoint_timeout_s, or write less (docs/scaling.md)"
             raise RuntimeError(
-                f"a checkpoint could not be written to {self._directory}: {_first_line(error)}. "
+                f"a checkpoint could not be written to {self.directory}: {_first_line(error)}. "
                 f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: {fix}, "
                 "and rerun the same command"
             ) from error
@@ -270,8 +258,8 @@ class Checkpoints:
             others = [number for number in self._manager.all_steps() if number != step]
             rest = f"resume from step {max(others)}" if others else "start over"
             raise InputError(
-                f"the checkpoint of step {step} in {self._directory} is damaged ({_first_line(error)}): restore "
-                f"{self._directory}/{step} from a copy, or move it away to {rest}"
+                f"the checkpoint of step {step} in {self.directory} is damaged ({_first_line(error)}): restore "
+                f"{self.directory}/{step} from a copy, or move it away to {rest}"
             ) from error
 
 

@@ -39,12 +39,16 @@ def with_downloads(config: Config, *, training: bool = True, data: bool = True, 
     Raises:
         InputError: one line for each name that the hub does not have or give.
     """
-    pins = gather(_pins(config, list(_names(config, training, data))) if is_first() else None)[0]
-    config = with_values(config, _replaced(config, pins))
-    names = [*_names(config, training, data), *_bases(config)]
+    own = _pins(config.workdir, _names(config, training, data)) if is_first() else None
+    config = with_values(config, _replaced(config, gather(own)[0]))
+    names = [*_names(config, training, data), *_bases(config.model.path)]
     if any(gather(bool(names))):
-        first_per_host(lambda: _download(config, names, weights))
-    if any(map(is_smollm2, {*model_paths(config, training=training).values(), first_model(config)})):
+        # A run without adapters has all its weights in its checkpoints.
+        trained = find_trained(config.model.path)
+        weights = weights and (trained is None or bool(trained.config.model.lora.rank))
+        shown = shows_progress(config.trainer, config.monitor)
+        first_per_host(lambda: _download(names, weights, shown))
+    if any(map(is_smollm2, {*model_paths(config, training=training).values(), first_model(config.model.path)})):
         first_per_host(fetch_smollm2)
     return config
 
@@ -55,58 +59,51 @@ def _names(config: Config, training: bool, data: bool) -> Iterator[Named]:
         needed = data or key != "reward.model.path"
         if needed and (name := model_name(path)) is not None and find_trained(path) is None:
             yield key, name
-    for key, path in _data_paths(config, training) if data else ():
-        if (name := data_name(path)) is not None:
-            yield key, name
+    if not data:
+        return
+    files = {"data.train_files": config.data.train_files} if training else {}
+    files |= {"data.val_files": config.data.val_files}
+    files = files if config.data.task == "files" else {}
+    files |= {f"{TASKS}.{task.name}": task.files for task in parse_tasks(config)}
+    for key, paths in files.items():
+        for path in paths:
+            if (name := data_name(path)) is not None:
+                yield key, name
 
 
-def _data_paths(config: Config, training: bool) -> Iterator[tuple[str, str]]:
-    if config.data.task == "files":
-        for key in ("data.train_files", "data.val_files")[not training :]:
-            yield from ((key, path) for path in attrgetter(key)(config))
-    for task in parse_tasks(config):
-        yield from ((f"{TASKS}.{task.name}", path) for path in task.files)
-
-
-def _bases(config: Config) -> Iterator[Named]:
-    """The model on the hub that the run in model.path started from, and further back: its files are read as well."""
-    trained = find_trained(config.model.path)
+def _bases(path: str) -> Iterator[Named]:
+    """The model on the hub that the run at `path` started from, and further back: its files are read as well."""
+    trained = find_trained(path)
     if trained is not None:
-        name = model_name(trained.config.model.path)
-        yield from [("model.path", name)] if name is not None else _bases(trained.config)
+        start = trained.config.model.path
+        name = model_name(start)
+        yield from [("model.path", name)] if name is not None else _bases(start)
 
 
-def _pins(config: Config, names: Iterable[Named]) -> dict[str, str]:
-    """Each name as it is written, and with its commit."""
-    recorded = _recorded(config)
+def _pins(workdir: str, names: Iterable[Named]) -> dict[str, str]:
+    """Each name as it is written, and with the commit that an earlier start of the run has recorded, else the hub's."""
+    before = read_config(workdir)
+    recorded = {name.request(): name for _, name in _names(before, True, True) if name.commit} if before else {}
     pins: dict[str, str] = {}
 
-    def pin(name: HubName) -> None:
+    def pin(_: str, name: HubName) -> None:
         if str(name) not in pins:
             pinned = recorded.get(str(name)) or pinned_name(name)
             pins[str(name)] = str(pinned)
             logger.info("%s: commit %s of the Hugging Face hub", name.request(), pinned.commit)
 
-    _for_each(names, lambda _, name: pin(name))
+    _for_each(names, pin)
     return pins
 
 
-def _recorded(config: Config) -> dict[str, HubName]:
-    """The pinned names that an earlier start of the run has recorded, by what the user wrote."""
-    before = read_config(config.workdir)
-    names = _names(before, training=True, data=True) if before else ()
-    return {name.request(): name for _, name in names if name.commit}
-
-
 def _replaced(config: Config, pins: dict[str, str]) -> dict[str, Any]:
-    """The options that hold a key of `pins`, with its value instead."""
+    """The options that name models and data, with the value of each key of `pins` instead of it."""
     values: dict[str, Any] = {}
     for key in MODEL_PATHS:
         path = attrgetter(key)(config)
-        values |= {key: pins[path]} if path in pins else {}
+        values[key] = pins.get(path, path)
     for key in ("data.train_files", "data.val_files"):
-        paths = attrgetter(key)(config)
-        values |= {key: tuple(pins.get(path, path) for path in paths)} if set(paths) & set(pins) else {}
+        values[key] = tuple(pins.get(path, path) for path in attrgetter(key)(config))
     tasks = parse_tasks(config)
     if any(set(task.files) & set(pins) for task in tasks):
         given = json.loads(config.evaluate.tasks)
@@ -116,17 +113,14 @@ def _replaced(config: Config, pins: dict[str, str]) -> dict[str, Any]:
     return values
 
 
-def _download(config: Config, names: Iterable[Named], weights: bool) -> None:
-    shown = shows_progress(config.trainer, config.monitor)
-    trained = find_trained(config.model.path)
+def _download(names: Iterable[Named], weights: bool, shown: bool) -> None:
+    """Fetches the files of each name, of model.path with or without `weights`."""
 
     def download(key: str, name: HubName) -> None:
         if name.kind == "dataset":
             fetch_split(name, shown=shown)
         else:
-            # A run without adapters has all its weights in its checkpoints.
-            needed = weights and (trained is None or bool(trained.config.model.lora.rank))
-            fetch_model(name, weights=needed or key != "model.path", shown=shown)
+            fetch_model(name, weights=weights or key != "model.path", shown=shown)
 
     _for_each(names, download)
 

@@ -8,29 +8,21 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.config.derived import uses_reference
-from dapo_jax.config.sections import Config, ModelConfig, OptimConfig
+from dapo_jax.config.sections import Config, ModelConfig
 from dapo_jax.errors import InputError, divisors, nearest
 from dapo_jax.learner.trainable import HOST
 from dapo_jax.learner.trained_networks import Network, trained
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.weights import count_params, weight_table
+from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.devices import limits_of
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, platform, split_devices, with_tensor
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible, indivisible_weights
-from dapo_jax.run.networks import read_teacher
-from dapo_jax.run.settings import chosen_attention, compute_dtype, passes, remat_policy
-
-FILLED = 0.85  # of a device's memory, which an estimate may reach
-SCORES = 3  # times that the scores of a layer exist
-# From programs compiled for 7B on v5e:8x8 with tensor 1, 2 and 4: they are within 2.2 GiB of the estimate.
-ARRAYS = 12  # float32 arrays [tokens, hidden size] that the backward pass of a layer holds beside what is divided
-TABLE_BYTES = 10  # of an entry of a table of tokens: gathered in float32, in bfloat16, and its float32 gradient
+from dapo_jax.run.passes import chosen_attention, compute_dtype, fits_memory, given_policy, passes
 
 
 def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | None = None) -> Meshes:
-    """The mesh to train on and the one to sample on, which fit the model and the training batches.
+    """The mesh to train on and the one to sample on, which fit the model, the training batches and offloading.
 
     Args:
         devices: those of the run; None = all.
@@ -46,18 +38,15 @@ def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | Non
     else:
         whole = sampling = make_mesh(*shape, devices)
     check_weights(arch, sampling)
-    size = train_tensor(config, arch, whole)
-    if size == config.mesh.tensor:
-        check_mesh(config, arch, whole)
-    else:
-        _refuse(
-            _redivided_problems(arch, whole, size)
-            + _batch_problems(trained(config), config.data.train_batch_size, with_tensor(whole, size))
-        )
-    return Meshes(with_tensor(whole, size), sampling)
+    networks = trained(config)
+    size = _train_tensor(config, arch, networks, whole)
+    _refuse(_training_problems(arch, networks, config.data.train_batch_size, whole, size))
+    mesh = with_tensor(whole, size)
+    check_memory(networks, config.model, mesh)
+    return Meshes(mesh, sampling)
 
 
-def train_tensor(config: Config, arch: Architecture, mesh: Mesh) -> int:
+def _train_tensor(config: Config, arch: Architecture, networks: Mapping[str, Network], mesh: Mesh) -> int:
     """The size of "tensor" in training on the devices of `mesh`, which is divided for sampling.
 
     If mesh.train_tensor is 0, it is the least divisor of mesh.tensor for which model and batches fit, and by an
@@ -74,73 +63,34 @@ def train_tensor(config: Config, arch: Architecture, mesh: Mesh) -> int:
         )
     if given:
         return given
-    sizes, networks = divisors(mesh.shape["tensor"]), trained(config)
+    sizes = divisors(mesh.shape["tensor"])
     usable = limits_of(mesh.devices.flat[0]).usable_memory(platform(mesh), config.trainer.gpu_memory_fraction)
     for size in sizes:
         changed = with_tensor(mesh, size)
         shards = num_batch_shards(changed)
         if (
             all(network.mini_batch_rows >= shards for network in networks.values())
-            and not _redivided_problems(arch, mesh, size)
-            and not _batch_problems(networks, config.data.train_batch_size, changed)
+            and not _training_problems(arch, networks, config.data.train_batch_size, mesh, size)
             and (usable is None or fits_memory(config, arch, changed, usable))
         ):
             return size
     return sizes[-1]
 
 
-def fits_memory(config: Config, arch: Architecture, mesh: Mesh, usable: float) -> bool:
-    """Whether training fits so many bytes of each device, by an estimate."""
-    stores_scores = chosen_attention(config.model, config.data, arch, mesh)[0] == "xla"
-    return training_bytes(config, arch, mesh, stores_scores=stores_scores) <= FILLED * usable
-
-
-def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_scores: bool) -> float:
-    """Bytes of a device of `mesh` while a micro-batch is trained on: an estimate, from shapes alone.
-
-    The preflight has the compiled figures.
-
-    Args:
-        stores_scores: whether attention stores its scores, as XLA's does.
-    """
-    fsdp, tensor, networks = mesh.shape["fsdp"], mesh.shape["tensor"], trained(config)
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    tokens = max(network.max_tokens for network in networks.values())
-    tables = TABLE_BYTES * arch.vocab_size * arch.hidden_size / tensor
-    kept = arch.num_layers * _kept_width(remat_policy(config.model), arch) / tensor
-    scores = SCORES * arch.num_heads * longest / tensor if stores_scores else 0
-    passes = 4 * tokens * (kept + ARRAYS * arch.hidden_size + scores)
-    rank, reference = config.model.lora.rank, uses_reference(config.algorithm, config.actor)
-    states = {name: _state_bytes(network.options.optim) for name, network in networks.items()}
-    of_weight = sum((states | {"actor": 2} if rank else states).values()) + (2 if reference and not rank else 0)
-    of_teacher = 2 * count_params(read_teacher(config)[0]) if config.algorithm.distillation.path else 0
-    return (of_weight * count_params(arch) + of_teacher) / (fsdp * tensor) + tables + passes
-
-
-def _state_bytes(optim: OptimConfig) -> float:
-    """Of a weight that is trained, with its moments and its gradient, over all shards."""
-    kept = 1 if optim.optimizer == "muon" else 2  # of a matrix of Muon only the first moment
-    return 4 + 4 + (0 if optim.offload else kept * jnp.dtype(optim.moments_dtype).itemsize)
-
-
-def _kept_width(policy: str, arch: Architecture) -> int:
-    """Float32 numbers that a layer keeps of a token for the backward pass."""
-    attention = 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
-    if policy in ("full", "offload"):
-        return arch.hidden_size
-    if policy == "attention":
-        return arch.hidden_size + attention
-    return 2 * arch.hidden_size + attention + 3 * arch.forward_size
-
-
-def _redivided_problems(arch: Architecture, mesh: Mesh, size: int) -> list[str]:
-    """One line per dimension of weights that `mesh` does not divide with `size` along "tensor"."""
+def _training_problems(
+    arch: Architecture, networks: Mapping[str, Network], train_batch_size: int, mesh: Mesh, size: int
+) -> list[str]:
+    """One line for each dimension of weights and batches that `mesh` does not divide with `size` along "tensor"."""
     changed = with_tensor(mesh, size)
-    names = {"fsdp": "mesh.fsdp x mesh.tensor / mesh.train_tensor", "tensor": "mesh.train_tensor"}
-    return [
-        f"{names[axis]} = {changed.shape[axis]} must divide {dimension}: {_fitting_size(arch, mesh, size)}"
-        for axis, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
-    ]
+    if changed == mesh:
+        of_weights = _weight_problems(arch, mesh)
+    else:
+        names = {"fsdp": "mesh.fsdp x mesh.tensor / mesh.train_tensor", "tensor": "mesh.train_tensor"}
+        of_weights = [
+            f"{names[axis]} = {changed.shape[axis]} must divide {dimension}: {_fitting_size(arch, mesh, size)}"
+            for axis, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
+        ]
+    return of_weights + batch_problems(networks, train_batch_size, changed)
 
 
 def _fitting_size(arch: Architecture, mesh: Mesh, size: int) -> str:
@@ -149,11 +99,6 @@ def _fitting_size(arch: Architecture, mesh: Mesh, size: int) -> str:
     table = weight_table(arch)
     fitting = [one for one in sizes if not indivisible(table, with_tensor(mesh, one).shape, TRAIN_RULES)]
     return f"set mesh.train_tensor={nearest(fitting, size) or 0}, or 0 to have it chosen"
-
-
-def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
-    """Raises one InputError with every dimension of weights and training batches that the mesh does not divide."""
-    _refuse(_weight_problems(arch, mesh) + _batch_problems(trained(config), config.data.train_batch_size, mesh))
 
 
 def check_weights(arch: Architecture, mesh: Mesh) -> None:
@@ -171,7 +116,7 @@ def _refuse(problems: Sequence[str]) -> None:
         raise InputError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
 
 
-def _batch_problems(networks: Mapping[str, Network], train_batch_size: int, mesh: Mesh) -> list[str]:
+def batch_problems(networks: Mapping[str, Network], train_batch_size: int, mesh: Mesh) -> list[str]:
     """One line per network whose mini-batches are no whole number of micro-batches on the devices of `mesh`."""
     problems, shards = [], num_batch_shards(mesh)
     for name, network in networks.items():
@@ -203,7 +148,7 @@ def _fitting_batches(name: str, network: Network, shards: int, train_batch_size:
 def check_memory(networks: Mapping[str, Network], model: ModelConfig, mesh: Mesh) -> None:
     """Raises InputError if an option offloads to host memory that the devices cannot reach."""
     offloaded = [f"{name}.optim.offload=True" for name, network in networks.items() if network.options.optim.offload]
-    if remat_policy(model) == "offload":
+    if given_policy(model) == "offload":
         offloaded.append("model.remat_policy=offload")
     if not offloaded or (HOST in _memories(mesh) and platform(mesh) != "cpu"):
         return

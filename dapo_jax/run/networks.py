@@ -1,6 +1,7 @@
 """Host: builds the networks of a run: what is trained, the reference, the teacher of on-policy distillation."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ from dapo_jax.config.derived import uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
-from dapo_jax.learner.actor import Actor, ActorSettings, build_actor, build_statistics
-from dapo_jax.learner.critic import Critic, build_critic
+from dapo_jax.learner.actor import ActorSettings, build_actor, build_statistics
+from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.decode_weights import LatestWeights
 from dapo_jax.learner.learner import Batching, Learner, Networks, Teacher, build_estimator
 from dapo_jax.learner.optimizer import Models
@@ -22,63 +23,80 @@ from dapo_jax.learner.update import OnMicroBatch
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.identity import identity
 from dapo_jax.models.weights import build_freeze, weight_table
+from dapo_jax.monitor.bars import shows_progress
 from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.monitor.timers import Stage
-from dapo_jax.parallel.mesh import with_tensor
+from dapo_jax.parallel.mesh import Meshes, with_tensor
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights, move
-from dapo_jax.run.base_models import load_base, load_critic, load_reference, policy_identity, read_model
-from dapo_jax.run.sampler import Sampler
+from dapo_jax.run.base_models import (
+    TEACHER,
+    load_critic,
+    load_policy,
+    load_reference,
+    policy_identity,
+    read_model,
+)
 from dapo_jax.run.settings import actor_settings, algorithm_settings, all_micro_batches, micro_batches
-
-OPTION = "algorithm.distillation.path"
 
 
 def build_learner(
-    config: Config, arch: Architecture, sampler: Sampler, mesh: Mesh, monitor: Monitor, pace: OnMicroBatch
+    config: Config, arch: Architecture, tokenizer: Tokenizer, meshes: Meshes, monitor: Monitor, pace: OnMicroBatch
 ) -> Learner:
-    """The networks on `mesh`, and what their batches depend on."""
-    settings, networks = actor_settings(config, arch, mesh), trained(config)
-    dtype, attention = settings.passes.dtype, settings.passes.attention
+    """The networks on the mesh that trains, and what their batches depend on."""
+    mesh, settings = meshes.training, actor_settings(config, arch, meshes.training)
+    algorithm, networks = algorithm_settings(config), trained(config)
     batching = Batching(
         mesh=mesh,
-        algorithm=(algorithm := algorithm_settings(config)),
+        algorithm=algorithm,
         estimator=build_estimator(algorithm, arch.vocab_size, mesh),
         trained=networks,
-        micro_batches=all_micro_batches(networks, config.model, attention, arch, mesh),
+        micro_batches=all_micro_batches(networks, config.model, settings.passes.attention, arch, mesh),
         num_groups=config.data.train_batch_size,
-        rounding=ROUNDING if dtype == np.float32 else ROUNDING_BF16,
-        pad_id=sampler.tokenizer.pad_id,
+        rounding=ROUNDING if settings.passes.dtype == np.float32 else ROUNDING_BF16,
+        pad_id=tokenizer.pad_id,
         seed=config.seed,
     )
-    return Learner(_build_networks(config, arch, settings, sampler, mesh, monitor.stage), batching, monitor, pace)
+    return Learner(_build_networks(config, arch, settings, tokenizer, meshes, monitor.stage), batching, monitor, pace)
 
 
 def _build_networks(
-    config: Config,
-    arch: Architecture,
-    settings: ActorSettings,
-    sampler: Sampler,
-    mesh: Mesh,
-    stage: Stage,
+    config: Config, arch: Architecture, settings: ActorSettings, tokenizer: Tokenizer, meshes: Meshes, stage: Stage
 ) -> Networks:
-    """The compiled functions of what is trained on `mesh`, with the weights that are not trained."""
+    """The compiled functions of what is trained, with the weights that are not trained."""
+    mesh, sampling = meshes
+    decode_mesh = with_tensor(mesh, sampling.shape["tensor"])
+    shown = shows_progress(config.trainer, config.monitor)
+    load = functools.partial(load_policy, config.model.path, arch, mesh, seed=config.seed, shown=shown)
     freeze = build_freeze(arch, settings.passes.dtype, mesh)
-    base = load_base(config, arch, mesh) if settings.lora is not None else None
-    frozen = freeze(base.params) if base is not None else None
+    base = load() if settings.lora is not None else None
     with_reference = uses_reference(config.algorithm, config.actor)
     reference = load_reference(config, arch, freeze, mesh) if with_reference else None
-    teacher = load_teacher(config, sampler.tokenizer, mesh) if config.algorithm.distillation.path else None
-    loaded = {"model.path": policy_identity(config, arch, base)}
-    loaded |= {"reference.path": identity(arch, reference.digest)} if reference is not None else {}
-    loaded |= {"algorithm.distillation.path": teacher.identity} if teacher is not None else {}
-    decode_mesh = with_tensor(mesh, sampler.mesh.shape["tensor"])
-    actor = build_actor(settings, mesh, frozen, decode_mesh=decode_mesh)
+    teacher = load_teacher(config, tokenizer, mesh) if config.algorithm.distillation.path else None
+    actor = build_actor(settings, mesh, freeze(base.params) if base is not None else None, decode_mesh=decode_mesh)
     critic = build_critic(settings.passes, config.critic, mesh) if uses_critic(config.algorithm) else None
+    loaded = {"model.path": policy_identity(config.model.lora, arch, base)}
+    loaded |= {"reference.path": identity(arch, reference.digest)} if reference is not None else {}
+    loaded |= {TEACHER: teacher.identity} if teacher is not None else {}
 
     def decode_weights(params: Any) -> Any:
         with jax.set_mesh(mesh):  # callers may be sampling, under the other mesh
             weights = actor.decode_weights(params)
-        return weights if sampler.mesh == decode_mesh else move(weights, sampler.mesh)
+        return weights if sampling == decode_mesh else move(weights, sampling)
+
+    def init_models() -> Models:
+        """The policy of model.path, and a critic: with a zero head on its weights or on those of critic.model.path, or
+        with the scalar head that the latter has.
+        """
+        adapters = settings.lora is not None
+        policy = actor.trainable.init_random(config.seed) if adapters else actor.trainable.init_from(load().params)
+        if critic is None:
+            return Models(actor=policy, critic=None)
+        if config.critic.model.path:
+            trunk = load_critic(config.critic.model.path, arch, mesh)
+        else:
+            trunk = load().params if adapters else policy.params
+        begin = critic.trainable.init_from if "score" in trunk else critic.init_from_policy
+        return Models(actor=policy, critic=begin(trunk))
 
     return Networks(
         actor=actor,
@@ -87,35 +105,8 @@ def _build_networks(
         teacher=teacher,
         loaded=loaded,
         decode_weights=LatestWeights(decode_weights, stage),
-        init_models=lambda: init_models(config, arch, actor, critic, mesh),
+        init_models=init_models,
     )
-
-
-def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic | None, mesh: Mesh) -> Models:
-    """The policy of model.path, and a critic: with a zero head on its weights or on those of critic.model.path, or with
-    the scalar head that the latter has.
-    """
-    if config.model.lora.rank:
-        state = actor.trainable.init_random(config.seed)
-    else:
-        state = actor.trainable.init_from(load_base(config, arch, mesh).params)
-    if critic is None:
-        return Models(actor=state, critic=None)
-    if config.critic.model.path:
-        trunk = load_critic(config.critic.model.path, arch, mesh)
-    else:
-        trunk = state.params if not config.model.lora.rank else load_base(config, arch, mesh).params
-    begin = critic.trainable.init_from if "score" in trunk else critic.init_from_policy
-    return Models(actor=state, critic=begin(trunk))
-
-
-def read_teacher(config: Config) -> tuple[Architecture, Tokenizer]:
-    """The architecture and the tokenizer of the teacher.
-
-    Raises:
-        InputError: see `read_model`.
-    """
-    return read_model(as_policy(config), OPTION)
 
 
 def load_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher:
@@ -128,40 +119,31 @@ def load_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher:
         InputError: the teacher is no language model, its tokens are others or too few, or the mesh does not divide
             its weights.
     """
-    arch, own = read_teacher(config)
-    check_vocabulary(config.model.path, config.algorithm.distillation.path, tokenizer, own)
     options = config.algorithm.distillation
+    arch, own = read_model(config, TEACHER)
+    check_vocabulary(config.model.path, options.path, tokenizer, own)
     if options.form == "top_k" and options.top_k > tokenizer.vocab_size:
         raise InputError(
             f"algorithm.distillation.top_k={options.top_k} must be at most the {tokenizer.vocab_size} tokens of the "
             "policy: lower it"
         )
     if problems := indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES):
-        raise InputError(f"the mesh does not fit {OPTION}={options.path}: " + "; ".join(problems))
-    settings = teacher_settings(config, arch, mesh)
-    freeze, base = build_freeze(arch, settings.passes.dtype, mesh), load_base(as_policy(config), arch, mesh)
+        raise InputError(f"the mesh does not fit {TEACHER}={options.path}: " + "; ".join(problems))
+    settings, shown = teacher_settings(config, arch, mesh), shows_progress(config.trainer, config.monitor)
+    base = load_policy(options.path, arch, mesh, seed=config.seed, shown=shown)
     return Teacher(
         statistics=build_statistics(settings, mesh),
-        params=freeze(base.params),
+        params=build_freeze(arch, settings.passes.dtype, mesh)(base.params),
         identity=identity(arch, base.digest),
         micro_batches=micro_batches(trained(config)["actor"], settings.passes.attention, arch, mesh),
         vocab_size=arch.vocab_size,
     )
 
 
-def as_policy(config: Config) -> Config:
-    """`config` with the teacher as the model, and without adapters."""
-    model = config.model
-    lora = dataclasses.replace(model.lora, rank=0)
-    return dataclasses.replace(
-        config, model=dataclasses.replace(model, path=config.algorithm.distillation.path, lora=lora)
-    )
-
-
 def teacher_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:
     """What the teacher's compiled functions depend on."""
-    settings = actor_settings(as_policy(config), arch, mesh)
-    return dataclasses.replace(settings, temperature=config.algorithm.distillation.temperature or settings.temperature)
+    temperature = config.algorithm.distillation.temperature or config.rollout.temperature
+    return dataclasses.replace(actor_settings(config, arch, mesh), temperature=temperature, lora=None)
 
 
 def check_vocabulary(model: str, path: str, policy: Tokenizer, teacher: Tokenizer) -> None:
@@ -174,7 +156,7 @@ def check_vocabulary(model: str, path: str, policy: Tokenizer, teacher: Tokenize
     if different:
         text = min(different)
         raise InputError(
-            f"{OPTION}={path} must have the tokens of model.path={model}, "
+            f"{TEACHER}={path} must have the tokens of model.path={model}, "
             f"but {len(different)} differ, such as {text!r} (policy: {policy.backend.token_to_id(text)}, teacher: "
             f"{of_teacher.get(text)}): choose a teacher with the policy's vocabulary, usually one of its family"
         )

@@ -27,6 +27,7 @@ class Trained:
     """A run after one of its training steps."""
 
     config: Config  # that run's
+    directory: str  # of its checkpoints
     step: int
 
 
@@ -50,7 +51,8 @@ def find_trained(path: str) -> Trained | None:
     place = place_of(path)
     config, step = _run_at(place)
     if config is not None:
-        return Trained(config, _chosen_step(path, checkpoint_dir(config.workdir, config.trainer), step))
+        directory = checkpoint_dir(config.workdir, config.trainer)
+        return Trained(config, directory, _chosen_step(path, directory, step))
     if is_checkpoint(place) or saved_steps(place):
         raise InputError(
             f"{path} holds checkpoints without their run's config: give the run's workdir, or "
@@ -114,21 +116,17 @@ def _pinned_path(path: str, before: Any) -> str:
 
 def _run_at(place: epath.Path) -> tuple[Config | None, int | None]:
     """The config of the run with `place` as its workdir or its WORKDIR/checkpoints/STEP, and that step."""
-    config = _config_in(place)
-    if config is None and place.name.isdigit() and place.parent.name == "checkpoints":
-        return _config_in(place.parent.parent), int(place.name)
-    return config, None
-
-
-def _config_in(workdir: epath.Path) -> Config | None:
-    """The config that a run wrote to `workdir`; None if it is not a workdir."""
-    try:
-        values = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(values, dict) or not {"workdir", "trainer", "actor"} <= set(values):
-        return None  # Hugging Face directories also have a config.json
-    return known_config(values, workdir)
+    found: list[tuple[epath.Path, int | None]] = [(place, None)]
+    if place.name.isdigit() and place.parent.name == "checkpoints":
+        found.append((place.parent.parent, int(place.name)))
+    for workdir, step in found:
+        try:
+            values = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(values, dict) and {"workdir", "trainer", "actor"} <= set(values):
+            return known_config(values, workdir), step  # Hugging Face directories also have a config.json
+    return None, None
 
 
 def _checkpoints_at(place: epath.Path) -> tuple[str, int | None]:

@@ -13,15 +13,10 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from dapo_jax.config.derived import (
-    checkpoint_dir,
-    judge_folder,
-    trains_on_older_samples,
-)
+from dapo_jax.config.derived import judge_folder, trains_on_older_samples
 from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.learner.learner import Learner
-from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import count_params
 from dapo_jax.monitor.bars import shows_progress
@@ -42,16 +37,12 @@ from dapo_jax.rewards.trial import check_rewards
 from dapo_jax.rewards.weighted import functions_of
 from dapo_jax.run.base_models import read_policy
 from dapo_jax.run.held_out import HeldOut
-from dapo_jax.run.meshes import check_memory, device_notes, make_meshes
+from dapo_jax.run.meshes import device_notes, make_meshes
 from dapo_jax.run.networks import build_learner
+from dapo_jax.run.passes import chosen_attention, compute_dtype
 from dapo_jax.run.problems import Problems, read_problems
 from dapo_jax.run.sampler import Sampler, build_engine
-from dapo_jax.run.settings import (
-    chosen_attention,
-    compute_dtype,
-    engine_settings,
-    with_total_steps,
-)
+from dapo_jax.run.settings import engine_settings, learning_rate_plan, warn_of_warm_up, with_total_steps
 
 logger = logging.getLogger(__name__)
 
@@ -92,16 +83,17 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
     arch, tokenizer = read_policy(config)
     problems = read_problems(config, tokenizer)
     config = with_total_steps(config, len(problems.train_set), done=initial_step)
-    mesh, rollout_mesh = make_meshes(config, arch)
-    check_memory(trained(config), config.model, mesh)
+    mesh, rollout_mesh = meshes = make_meshes(config, arch)
     report_devices(config, arch, mesh)
     with jax.set_mesh(mesh), ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(config, initial_step=initial_step))
-        rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, monitor, check))
         attention, _ = chosen_attention(config.model, config.data, arch, mesh)
-        for line in describe(config, arch, problems, mesh, attention):
+        warn_of_warm_up(config.actor.optim, config.trainer)
+        plan = learning_rate_plan(config.actor.optim, config.trainer, done=initial_step)
+        for line in filter(None, [*describe(config, arch, problems, mesh, attention), plan]):
             logger.info("%s", line)
             monitor.console.note(line)
+        rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, monitor, check))
         monitor.console.stage("load")
         pace = unpaced if config.trainer.rollout_ahead else Pace(check)
         sampler = stack.enter_context(open_sampler(config, arch, tokenizer, rollout_mesh, monitor, check))
@@ -111,7 +103,7 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
             problems=problems,
             sampler=sampler,
             rewards=rewards,
-            learner=build_learner(config, arch, sampler, mesh, monitor, pace),
+            learner=build_learner(config, arch, tokenizer, meshes, monitor, pace),
             held_out=build_held_out(config, problems, sampler, rewards, monitor),
             monitor=monitor,
         )
@@ -174,8 +166,7 @@ def open_rewards(
             verifiers=verifiers,
             function=problems.function,
             scorer=load_scorer(reward.model, config.data, dtype, mesh) if reward.model.path else None,
-            overlong_buffer=reward.overlong_buffer,
-            length=reward.length,
+            settings=reward,
             max_response_length=config.data.max_response_length,
             mesh=mesh,
             stage=monitor.stage,
@@ -213,10 +204,10 @@ def build_held_out(
     )
 
 
-def check_processes(config: Config) -> None:
-    """Raises ValueError unless all processes have the same config, and a place for checkpoints that all reach."""
+def check_processes(config: Config, directory: str) -> None:
+    """Raises ValueError unless all processes have the same config, and all reach the `directory` of checkpoints."""
     values = traverse_util.flatten_dict(dataclasses.asdict(config), sep=".", keep_empty_nodes=True)
-    own, directory = {"workdir", "trainer.process_id"}, checkpoint_dir(config.workdir, config.trainer)
+    own = {"workdir", "trainer.process_id"}
     common = {name: json.loads(json.dumps(value, default=str)) for name, value in values.items() if name not in own}
     check_agreement(common | {"the directory of checkpoints": directory})
     check_shared(directory)

@@ -1,7 +1,6 @@
 """Host: the problems that a policy trains on and is evaluated on: the held-out ones, and those of evaluate.tasks."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,10 +73,13 @@ class Problems:
 
 def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True) -> Problems:
     """The tokenized problems to train on (none without `training`) and the task sets to evaluate on."""
-    data, held_out, function = config.data, held_out_options(config), reward_function(config)
+    data, function = config.data, given_function(config.reward)
+    held_out, tasks = held_out_options(config), parse_tasks(config)
+    if function == "auto" and data.task == "reasoning_gym":
+        function = "reasoning_gym"  # whatever other problems have
     train_rows, eval_rows = _read_rows(data, held_out, config.seed, training=training)
     sets = {dataclasses.replace(held_out, reward_function=function): eval_rows}
-    sets |= {task: task.read() for task in parse_tasks(config)}
+    sets |= {task: task.read() for task in tasks}
     sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
     auto = _stands_for_auto([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
 
@@ -116,25 +118,9 @@ def _read_rows(
 ) -> tuple[list[PromptRow], list[PromptRow]]:
     """The rows to train on, and those of data.val_files or that a generated task holds out."""
     if data.task == "arithmetic":
-        task = data.arithmetic
-        return arithmetic_rows(
-            operators=task.operators,
-            low=task.low,
-            high=task.high,
-            num_train=task.num_train,
-            num_heldout=task.num_heldout,
-            seed=seed,
-            template=task.template,
-        )
+        return arithmetic_rows(data.arithmetic, seed)
     if data.task == "reasoning_gym":
-        gym = data.reasoning_gym
-        return reasoning_gym_rows(
-            gym.datasets,
-            num_train=gym.num_train,
-            num_heldout=gym.num_heldout,
-            seed=seed,
-            template=gym.template,
-        )
+        return reasoning_gym_rows(data.reasoning_gym, seed)
     train_rows = dataclasses.replace(held_out, files=data.train_files).read() if training else []
     return train_rows, held_out.read() if data.val_files else []
 
@@ -155,21 +141,7 @@ def _tokenize(data: DataConfig, rows: list[PromptRow], tokenizer: Tokenizer, *, 
     """The prompts as tokens. What data.prompt_template has made is plain text for a model without a chat template."""
     if templated and tokenizer.chat_template is None:
         rows = [row if row.template_kwargs else dataclasses.replace(row, prompt=row.question) for row in rows]
-    return tokenize_prompts(
-        rows,
-        tokenizer,
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong=data.filter_overlong_prompts,
-        system_prompt=data.system_prompt,
-        chat_template_kwargs=json.loads(data.chat_template_kwargs),
-    )
-
-
-def reward_function(config: Config) -> str:
-    """The function for the training problems: problems of reasoning_gym have its verifier, whatever others have."""
-    function = given_function(config)
-    return "reasoning_gym" if function == "auto" and config.data.task == "reasoning_gym" else function
+    return tokenize_prompts(rows, tokenizer, data)
 
 
 def _stands_for_auto(sets: Sequence[tuple[str, list[PromptRow]]]) -> str:

@@ -82,16 +82,11 @@ def is_finite(metrics: Mapping[str, float]) -> bool:
     return bool(np.all(np.isfinite(losses))) and not any(skipped)
 
 
-def first_coefficient(algorithm: AlgorithmConfig, progress: Progress) -> Progress:
-    """`progress` with the initial KL coefficient of the config."""
-    return dataclasses.replace(progress, kl_coef=algorithm.kl_ctrl.kl_coef, kl_coef_of=kl_coef_of(algorithm))
-
-
 def resumed_coefficient(algorithm: AlgorithmConfig, progress: Progress) -> Progress:
     """`progress` with the KL coefficient to resume with: the saved one if it was adapted from the same options."""
     if algorithm.kl_ctrl.type == "adaptive" and progress.kl_coef_of in ("", kl_coef_of(algorithm)):
         return progress
-    return first_coefficient(algorithm, progress)
+    return dataclasses.replace(progress, kl_coef=algorithm.kl_ctrl.kl_coef, kl_coef_of=kl_coef_of(algorithm))
 
 
 def kl_coef_of(algorithm: AlgorithmConfig) -> str:

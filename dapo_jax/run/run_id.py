@@ -9,7 +9,6 @@ from etils import epath
 
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.places import is_address, place_of
-from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import read_config
 from dapo_jax.parallel.processes import gather, is_first
@@ -25,22 +24,22 @@ class RunId(NamedTuple):
     workdir: str  # where that is now: an absolute path or an address
 
 
-def find_run_id(config: Config, workdir: str) -> RunId:
-    """The run of `config`; a new id if it has none. Every process must call it; process 0, which has the records,
+def find_run_id(folder: str, directory: str, workdir: str) -> RunId:
+    """The run in `workdir`; a new id if it has none. Every process must call it; process 0, which has the records,
     decides.
 
     Args:
-        workdir: of the run as it was given; that of `config` is a copy on this machine if it is an address.
+        folder: the workdir, or its copy on this machine if it is an address.
+        directory: of the run's checkpoints.
 
     Raises:
         InputError: the checkpoints are those of another run, or the run's own are elsewhere.
     """
-
-    directory = checkpoint_dir(config.workdir, config.trainer)
+    workdir = str(place_of(workdir))
 
     def decided() -> tuple[str, str]:
         try:
-            return _run_id(config.workdir, directory, str(place_of(workdir))), ""
+            return _run_id(folder, directory, workdir), ""
         except InputError as error:
             return "", str(error)
         except OSError as error:
@@ -50,7 +49,7 @@ def find_run_id(config: Config, workdir: str) -> RunId:
     found, problem = gather(decided() if is_first() else None)[0]
     if problem:
         raise InputError(problem)
-    return RunId(found, str(place_of(workdir)))
+    return RunId(found, workdir)
 
 
 def write_run_id(workdir: str, found: RunId) -> None:
@@ -77,7 +76,7 @@ def _run_id(folder: str, directory: str, workdir: str) -> str:
                 f"{directory}: move them there, or start in a new workdir with trainer.resume_from_path={before}"
             )
         return own or uuid.uuid4().hex
-    other = RunId(*saved_by(directory, steps[-1]))
+    other = saved_by(directory, steps[-1])
     inside = directory.startswith(f"{workdir}/")
     if own and other.id:
         belongs = own == other.id and (inside or not _is_copy(workdir, other))
@@ -102,10 +101,10 @@ def _is_copy(workdir: str, run: RunId) -> bool:
     return is_address(workdir + run.workdir) or not os.path.samefile(workdir, run.workdir)
 
 
-def saved_by(directory: epath.PathLike, step: int) -> tuple[str, str]:
-    """The id and the workdir of the run that saved a checkpoint; "" if an earlier version did, or it is damaged."""
+def saved_by(directory: epath.PathLike, step: int) -> RunId:
+    """The run that saved a checkpoint; "" if an earlier version did, or it is damaged."""
     try:
         record = json.loads((epath.Path(directory) / str(step) / "progress" / "metadata").read_text())
-        return str(record.get("run", "")), str(record.get("workdir", ""))
+        return RunId(str(record.get("run", "")), str(record.get("workdir", "")))
     except (OSError, ValueError, AttributeError, RecursionError):
-        return "", ""
+        return RunId("", "")

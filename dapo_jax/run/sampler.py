@@ -1,8 +1,8 @@
-"""Host: verified responses to the prompts of a run."""
+"""Host: verified responses to the prompts of a run, and the stop strings that end them."""
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from dapo_jax.data.experience import Experience, check_score_names
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.dynamic_sampling.accumulation import Sampled
+from dapo_jax.errors import InputError
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered
 from dapo_jax.monitor.timers import Stage
@@ -24,12 +25,12 @@ from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
 from dapo_jax.rollout.engine import Engine, Pending
 from dapo_jax.rollout.layout import CHUNK, EngineSettings
-from dapo_jax.rollout.responses import Request
+from dapo_jax.rollout.responses import Request, StopRule
 from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.run.stops import stop_rule
 
 logger = logging.getLogger(__name__)
 
+BROKEN = "\N{REPLACEMENT CHARACTER}"
 AMPERE = 8  # the compute capability from which Triton compiles
 
 
@@ -64,14 +65,6 @@ class Sampler:
             found = rollout.wait()
         assert found is not None
         return found
-
-    def state(self) -> dict[str, Any]:
-        """What the engine has learnt about lengths and memory, as arrays for a checkpoint."""
-        return self.engine.learnt.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-        self.engine.learnt.restore(state)
 
 
 Verify = Callable[[Sequence[int]], Verification]  # rows of the prompts -> the verdicts on the responses to them
@@ -118,7 +111,7 @@ class GroupRollout:
         self._started.popleft()
         self.sampled.tokens += int(rollout.mask.sum())
         rows, tokens = self._prompts(numbers)
-        return verified_groups(rollout, tokens, rows, numbers, verification.texts, verdicts, self.version)
+        return groups_of(rollout, tokens, rows, numbers, verification.texts, self.version, verdicts)
 
     def close(self) -> None:
         """Gives up what has not been waited for."""
@@ -134,16 +127,16 @@ class GroupRollout:
         return rows, [self.prompts.tokens[row] for row in rows]
 
 
-def verified_groups(
+def groups_of(
     rollout: Rollout,
     prompts: list[list[int]],
     rows: Sequence[int],
     numbers: Sequence[int],
     texts: Sequence[str],
-    verdicts: Sequence[Verdict],
     versions: np.ndarray | int,
+    verdicts: Sequence[Verdict] | None = None,
 ) -> Experience:
-    """The responses to Q prompts with the verdicts on them.
+    """The responses to Q prompts with the verdicts on them, if there are any yet.
 
     Args:
         prompts: [Q] token ids.
@@ -151,6 +144,7 @@ def verified_groups(
         versions: [Q] or one for all: training steps that the policy had seen.
     """
     num_samples = len(texts) // len(prompts)
+    verdicts = [Verdict({}, None, None)] * len(texts) if verdicts is None else verdicts
 
     def grouped(array: Any) -> np.ndarray:
         return np.asarray(array).reshape(len(prompts), num_samples, *np.shape(array)[1:])
@@ -175,18 +169,6 @@ def verified_groups(
         error=max(errors, key=lambda error: errors[error], default=""),
         work=rollout.work,
     )
-
-
-def unverified_groups(
-    rollout: Rollout,
-    prompts: list[list[int]],
-    rows: Sequence[int],
-    numbers: Sequence[int],
-    texts: Sequence[str],
-    versions: np.ndarray | int,
-) -> Experience:
-    """As `verified_groups`, without verdicts."""
-    return verified_groups(rollout, prompts, rows, numbers, texts, [Verdict({}, None, None)] * len(texts), versions)
 
 
 def by_group(values: Sequence[Any], num_samples: int) -> list[list[Any]]:
@@ -227,3 +209,47 @@ def page_attention(settings: EngineSettings) -> tuple[AttendPages | None, str]:
         numbers, kernel = "powers of two from 16 on", paged_attention_gpu.attend
     needed = f"a head size and a rollout.decode_chunk_length that are {numbers}, not {size} and {length}"
     return (kernel, "") if fits else (attend_gathered, needed)
+
+
+def check_stop_strings(tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+    """Raises ValueError for a string with a special token, which has no text in a response."""
+    for string in strings:
+        if string.strip() not in tokenizer.decode(tokenizer.encode(string)):
+            raise InputError(
+                f"rollout.stop has {string!r}, which holds a special token of the model: those have no text in a "
+                "response, so none would end there; leave it out (a response ends at the model's end tokens anyway)"
+            )
+
+
+def stop_rule(tokenizer: Tokenizer, strings: Sequence[str]) -> StopRule:
+    """Ends a response with the token that completes one of the strings."""
+    longest = max(len(string.encode()) for string in strings) + 4  # bytes, of which a token may have just one
+
+    def kept(tokens: list[int], looked_at: int) -> int | None:
+        reach, first = longest, max(looked_at - longest, 0)
+        while first and len(tokenizer.decode(tokens[first:looked_at])) < longest:  # tokens may have no text
+            reach *= 2
+            first = max(looked_at - reach, 0)
+
+        def text_until(count: int) -> str:
+            return _text(tokenizer, tokens[:count], first)
+
+        def stops(count: int) -> bool:
+            text = text_until(count)
+            return any(string in text for string in strings)
+
+        if not stops(len(tokens)) and BROKEN not in text_until(len(tokens)):
+            return None
+        return next((count for count in range(looked_at + 1, len(tokens) + 1) if stops(count)), None)
+
+    return kept
+
+
+def _text(tokenizer: Tokenizer, tokens: list[int], first: int) -> str:
+    """The text from token `first` on, or from up to three tokens earlier, where a character begins.
+
+    A broken character at either end hides more than itself: some tokenizers then replace all bytes next to it.
+    """
+    starts = range(first, max(first - 4, -1), -1)
+    texts = (tokenizer.decode(tokens[start:]) for start in starts)
+    return next((text for text in texts if BROKEN not in text), tokenizer.decode(tokens[first:]))

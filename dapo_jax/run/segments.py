@@ -11,13 +11,13 @@ from itertools import chain
 
 import numpy as np
 
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import DataConfig, RolloutConfig
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.experience import Experience, concatenate, join, with_records
 from dapo_jax.data.work import total_work
 from dapo_jax.dynamic_sampling.accumulation import Sampled
 from dapo_jax.rollout.responses import Begun
-from dapo_jax.run.sampler import GroupRollout, unverified_groups, verified_groups
+from dapo_jax.run.sampler import GroupRollout, groups_of
 
 DRAWN = ("responses", "mask", "logprobs", "finished")  # fields of groups and rollouts, in the order of the latter
 
@@ -40,10 +40,10 @@ class Segments:
         )
 
 
-def segments_of(config: Config) -> Segments | None:
+def segments_of(rollout: RolloutConfig, data: DataConfig) -> Segments | None:
     """None without rollout.segment_length: responses are sampled whole."""
-    length = config.rollout.segment_length
-    return Segments(length, config.data.max_response_length) if length else None
+    length = rollout.segment_length
+    return Segments(length, data.max_response_length) if length else None
 
 
 @dataclass
@@ -91,7 +91,7 @@ class SegmentedRollout(GroupRollout):
         with self.sampler.stage("gen"):
             limits = np.full(len(rows) * num_samples, self.segments.length)
             rollout = self.sampler.engine.generate(tokens, numbers, self.request, limits=limits)
-        return unverified_groups(rollout, tokens, rows, numbers, [""] * len(rollout.mask), self.version)
+        return groups_of(rollout, tokens, rows, numbers, [""] * len(rollout.mask), self.version)
 
     def continued(self, groups: Experience) -> Experience:
         """`groups` with another segment of each response that has not ended."""
@@ -134,4 +134,4 @@ class SegmentedRollout(GroupRollout):
             verification = self.verify(rows)
             verification.begin(np.arange(len(rollout.mask)), rollout)
             verdicts = verification.wait()
-        return verified_groups(rollout, groups.prompts, rows, numbers, verification.texts, verdicts, groups.versions)
+        return groups_of(rollout, groups.prompts, rows, numbers, verification.texts, groups.versions, verdicts)

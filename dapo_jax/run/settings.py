@@ -1,12 +1,9 @@
 """Host: from the config to the settings of the compiled functions, for a model and its devices."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping
-from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms.arguments import needs
@@ -14,23 +11,20 @@ from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.command.tasks import given_function
 from dapo_jax.command.warnings import NO_POLICY_STEP
 from dapo_jax.config.derived import further_rewards
-from dapo_jax.config.sections import AlgorithmConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainerConfig
+from dapo_jax.config.sections import AlgorithmConfig, Config, ModelConfig, OptimConfig, TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.trainable import Passes
-from dapo_jax.learner.trained_networks import Network, trained
+from dapo_jax.learner.trained_networks import Network
 from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.flops import token_flops
-from dapo_jax.models.fused_attention import bin_attention, kernels, unfit
-from dapo_jax.parallel.compilation import OVERLAP
-from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import num_batch_shards, platform
 from dapo_jax.rewards.weighted import parse_parts
 from dapo_jax.rollout.layout import EngineSettings
 from dapo_jax.run.base_models import lora_of
+from dapo_jax.run.passes import passes, within_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -70,24 +64,6 @@ def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
     return dataclasses.replace(config, trainer=dataclasses.replace(trainer, total_training_steps=steps))
 
 
-def passes(config: Config, arch: Architecture, mesh: Mesh) -> Passes:
-    """What the training passes of the policy, and of a critic, depend on.
-
-    Raises:
-        InputError: see `chosen_attention`.
-    """
-    arch = within_lengths(config.algorithm, config.data, arch)
-    name, _ = chosen_attention(config.model, config.data, arch, mesh)
-    windows, device = arch.window is not None, mesh.devices.flat[0]
-    return Passes(
-        arch=arch,
-        dtype=compute_dtype(config.model, mesh),
-        remat=remat_policy(config.model),
-        attention=bin_attention(name, device, share_prompts=config.actor.share_prompts, windows=windows),
-        compiler_options=compiler_options(config.trainer, mesh),
-    )
-
-
 def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:
     """What the policy's compiled functions depend on."""
     return ActorSettings(
@@ -95,7 +71,7 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         options=config.actor,
         temperature=config.rollout.temperature,
         distillation=config.algorithm.distillation,
-        lora=lora_of(config, arch),
+        lora=lora_of(config.model.lora, arch),
     )
 
 
@@ -108,17 +84,10 @@ def algorithm_settings(config: Config) -> AlgorithmConfig:
     weights = algorithm.gdpo_reward_weights or (1.0,) * len(keys)
     if not keys:
         scale = config.reward.model.function_weight if config.reward.model.path else 1.0
-        found = {part.name: scale * part.weight for part in parse_parts(given_function(config))}
+        found = {part.name: scale * part.weight for part in parse_parts(given_function(config.reward))}
         found |= further_rewards(config.reward)
         keys, weights = tuple(found), tuple(found.values())
     return dataclasses.replace(algorithm, gdpo_reward_keys=keys, gdpo_reward_weights=weights)
-
-
-def within_lengths(algorithm: AlgorithmConfig, data: DataConfig, arch: Architecture) -> Architecture:
-    """`arch` without windows that no sequence of the run leaves. Hinted prompts may have any length."""
-    if needs(named_estimator(algorithm.adv_estimator), "hint_logprobs"):
-        return arch
-    return arch.within(data.max_prompt_length + data.max_response_length)
 
 
 def engine_settings(
@@ -143,26 +112,25 @@ def engine_settings(
     )
 
 
-def learning_rate_of(config: Config, name: str, step: int) -> float:
-    """The learning rate of the "actor" or the "critic" in training step `step`, counted from 1."""
-    trainer, optim = config.trainer, getattr(config, name).optim
-    waited = trainer.critic_warmup if name == "actor" else 0
-    return learning_rate(optim, step - waited, total_steps=trainer.total_training_steps - waited)
+def learning_rates(networks: Mapping[str, Network], trainer: TrainerConfig, step: int) -> dict[str, float]:
+    """The learning rate of each network that training step `step`, counted from 1, updates."""
+    rates: dict[str, float] = {}
+    for name, network in networks.items():
+        waited = trainer.critic_warmup if name == "actor" else 0
+        if step > waited:
+            total = trainer.total_training_steps - waited
+            rates[name] = learning_rate(network.options.optim, step - waited, total_steps=total)
+    return rates
 
 
-def learning_rates(config: Config, step: int) -> dict[str, float]:
-    """The learning rate of each network that training step `step` updates."""
-    names = [name for name in trained(config) if name != "actor" or step > config.trainer.critic_warmup]
-    return {name: learning_rate_of(config, name, step) for name in names}
-
-
-def learning_rate_plan(config: Config, *, done: int) -> str:
+def learning_rate_plan(optim: OptimConfig, trainer: TrainerConfig, *, done: int) -> str:
     """One line on how the policy's learning rate changes after step `done`; empty if it is constant."""
-    optim, last, waited = config.actor.optim, config.trainer.total_training_steps, config.trainer.critic_warmup
+    last, waited = trainer.total_training_steps, trainer.critic_warmup
     first, warm = max(done, waited) + 1, min(waited + optim.lr_warmup_steps, last)
 
     def at(step: int) -> str:
-        return f"{learning_rate_of(config, 'actor', step):.3g} in step {step}".replace("e-0", "e-")
+        rate = learning_rate(optim, step - waited, total_steps=last - waited)
+        return f"{rate:.3g} in step {step}".replace("e-0", "e-")
 
     falls = optim.lr_scheduler_type != "constant" and max(first, warm) < last
     if first < warm:
@@ -208,39 +176,3 @@ def micro_batches(network: Network, attention: BinAttention, arch: Architecture,
         attention=attention,
         flops=token_flops(arch),
     )
-
-
-def compiler_options(trainer: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
-    """XLA's options for passes over the layers: the platform's, overridden by trainer.compiler_options."""
-    return {**OVERLAP.get(platform(mesh), {}), **json.loads(trainer.compiler_options)}
-
-
-def compute_dtype(model: ModelConfig, mesh: Mesh) -> jnp.dtype:
-    """The dtype of matrix products; model.dtype=auto chooses a fast one for the devices."""
-    if model.dtype != "auto":
-        return jnp.dtype(model.dtype)
-    return jnp.dtype(jnp.bfloat16 if multiplies_bfloat16(mesh.devices.flat[0]) else jnp.float32)
-
-
-def chosen_attention(model: ModelConfig, data: DataConfig, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
-    """The implementation of attention in training, and why it is xla if model.attention=fused.
-
-    Raises:
-        InputError: the kernel that model.attention names cannot run on these devices.
-    """
-    asked, device, dtype = model.attention, mesh.devices.flat[0], compute_dtype(model, mesh)
-    if asked == "xla":
-        return asked, ""
-    names = kernels(device, data.max_response_length) if asked == "fused" else (asked,)
-    problems = {name: unfit(name, device, dtype, arch.head_dim, arch.attention_cap) for name in names}
-    if fit := [name for name, problem in problems.items() if not problem]:
-        return fit[0], ""
-    problem = next(iter(problems.values()), "")
-    if asked != "fused":
-        raise InputError(f"model.attention={asked} {problem}: choose fused or xla, or other devices")
-    return "xla", problem
-
-
-def remat_policy(model: ModelConfig) -> str:
-    """What each layer saves for the backward pass: a name in models/remat.py's POLICIES."""
-    return model.remat_policy if model.enable_gradient_checkpointing else "none"

@@ -1,7 +1,6 @@
 """Host: what some advantage estimators need besides rewards: prompts with a hint, rewards of greedy responses."""
 
 import functools
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -40,13 +39,8 @@ def estimator_inputs(
 
 def hinted(run: Run, experience: Experience) -> list[list[int]]:
     """The prompts of the groups with their reference solutions, as token ids (CPO)."""
-    data, rows = run.config.data, run.problems.train_set.rows
-    return hinted_prompts(
-        [rows[row] for row in experience.rows],
-        run.sampler.tokenizer,
-        system_prompt=data.system_prompt,
-        chat_template_kwargs=json.loads(data.chat_template_kwargs),
-    )
+    rows = run.problems.train_set.rows
+    return hinted_prompts([rows[row] for row in experience.rows], run.sampler.tokenizer, run.config.data)
 
 
 def greedy_rewards(run: Run, experience: Experience, models: Models, lowest: Mapping[str, float]) -> np.ndarray:

@@ -20,6 +20,7 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir, in_folder
 from dapo_jax.config.own_functions import is_own
 from dapo_jax.config.sections import Config
+from dapo_jax.config.values import flat
 from dapo_jax.data.experience import Collected, Experience
 from dapo_jax.errors import say
 from dapo_jax.learner.optimizer import Models
@@ -42,12 +43,11 @@ from dapo_jax.run.parts import Run, check_processes, open_run
 from dapo_jax.run.problems import TaskSet
 from dapo_jax.run.progress import Progress, begun, check_finite, goodput, solved, solved_with, with_quality
 from dapo_jax.run.run_id import RUN_ID, find_run_id, write_run_id
-from dapo_jax.run.settings import learning_rate_plan, warn_of_warm_up
 from dapo_jax.training.metrics import utilisation
 from dapo_jax.training.sample_texts import held_out_texts
 from dapo_jax.training.state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.training.step import sample_batch, train_step
-from dapo_jax.training.summary import open_records, options, results, summary
+from dapo_jax.training.summary import open_records, results, summary
 
 logger = logging.getLogger("dapo_jax.train")  # the command's
 RERUN = "rerun the same command"
@@ -80,17 +80,10 @@ def _train(config: Config, workdir: Workdir, recipe: Recipe | None, on_step: OnS
     """`train` in an open work directory."""
     start, given = time.time(), config.workdir
     config = with_downloads(pinned(in_folder(config, workdir.folder)))
-    trainer = config.trainer
-    check_processes(config)
-    run_id = find_run_id(config, given)  # before anything is cleaned up there
-    checkpoints = Checkpoints(
-        checkpoint_dir(config.workdir, config.trainer),
-        max_to_keep=trainer.max_ckpt_to_keep,
-        keep_best=trainer.keep_best_ckpt,
-        mode=trainer.best_metric_mode,
-        metric=trainer.best_metric,
-        timeout_s=trainer.checkpoint_timeout_s,
-    )
+    directory = checkpoint_dir(config.workdir, config.trainer)
+    check_processes(config, directory)
+    run_id = find_run_id(config.workdir, directory, given)  # before anything is cleaned up there
+    checkpoints = Checkpoints(directory, config.trainer)
     with StopRequest() as stop:
         try:
             origin = starting_point(config, checkpoints, recipe.lines if recipe else ())
@@ -98,27 +91,14 @@ def _train(config: Config, workdir: Workdir, recipe: Recipe | None, on_step: OnS
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 progress = begun(state.progress, run_id.id, run_id.workdir, start=start)
                 state = dataclasses.replace(state, progress=progress)
-                warn_of_warm_up(run.config.actor.optim, run.config.trainer)
-                if plan := learning_rate_plan(run.config, done=state.progress.step):
-                    logger.info("%s", plan)
-                    run.monitor.console.note(plan)
                 if is_first():
                     rewind_log(config.workdir, progress.log_bytes)
                     write_run_id(config.workdir, run_id)
                     workdir.upload(RUN_ID)  # before a checkpoint has it
                 with open_records(config, progress if origin else None, workdir.upload, recipe, on_step) as records:
-                    records.describe(options(config), results(run.problems.task_sets))
+                    records.describe(flat(config), results(run.problems.task_sets))
                     state = run_steps(run, checkpoints, records, stop, state)
-                    run.monitor.console.close()
-                    saved = checkpoints.steps()
-                    if state.progress.solved:
-                        logger.info("%s", state.progress.solved)
-                    if is_first():
-                        seconds = run.monitor.timers.totals
-                        table = summary(
-                            config.workdir, run.config.trainer, run.problems.task_sets, state.progress, seconds, saved
-                        )
-                        run.monitor.console.final_table(table, report=config.workdir)
+                    sum_up(run, checkpoints, state.progress)
         except Stopped as reason:
             logger.warning("%s", reason)
             raise
@@ -177,6 +157,18 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
         run.monitor.profiles.end()
 
 
+def sum_up(run: Run, checkpoints: Checkpoints, progress: Progress) -> None:
+    """The table at the end of a run."""
+    run.monitor.console.close()
+    saved = checkpoints.steps()
+    if progress.solved:
+        logger.info("%s", progress.solved)
+    if is_first():
+        workdir, seconds = run.config.workdir, run.monitor.timers.totals
+        table = summary(workdir, run.config.trainer, run.problems.task_sets, progress, seconds, saved)
+        run.monitor.console.final_table(table, report=workdir)
+
+
 def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state: RunState) -> RunState:
     """Evaluates, records and saves the step that was just trained, each if it is due."""
     trainer, progress = run.config.trainer, state.progress
@@ -198,7 +190,7 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
         records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics | (goodput(progress) if step else {}))
     progress = dataclasses.replace(progress, unrecorded=None, log_bytes=log_bytes(run.config.workdir))
-    state = dataclasses.replace(state, progress=progress, engine=run.sampler.state())
+    state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.learnt.state())
     saved_before = checkpoints.latest_step() == step  # by a run that stopped between update and record
     minutes = trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes
     if step and (saved_before or minutes or is_due(step, trainer.save_freq, total)):

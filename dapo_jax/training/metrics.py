@@ -1,32 +1,31 @@
-"""Host: the metrics, histograms and texts of one training step."""
+"""Host: the metrics and histograms of one training step."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.config.sections import DataConfig, ModelConfig
+from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Collected, Experience, Outcomes, comparable
 from dapo_jax.data.prompt_files import source_names
 from dapo_jax.data.prompts import PromptOrder
-from dapo_jax.data.rows import PromptRow
-from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.data.work import efficiencies
-from dapo_jax.dynamic_sampling.accumulation import Accepted
+from dapo_jax.dynamic_sampling.accepted import SOLVED, Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import curriculum_metrics
 from dapo_jax.dynamic_sampling.rounds import filtered_counts
-from dapo_jax.dynamic_sampling.too_few import SOLVED
+from dapo_jax.learner.learner import Batching
 from dapo_jax.learner.trained_networks import Network
+from dapo_jax.learner.update import sequence_lengths, tokens_of_devices
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
-from dapo_jax.run.settings import compute_dtype
-from dapo_jax.training.sample_texts import trained_texts
+from dapo_jax.run.passes import compute_dtype
+from dapo_jax.run.segments import Segments
 
 
 def collect(accepted: Accepted, data: DataConfig, order: PromptOrder) -> Collected:
@@ -250,32 +249,20 @@ def memory_metrics(mesh: Mesh) -> dict[str, float]:
     return found | ({} if used is None else {"perf/cpu_memory_used_gb": used / GIB})
 
 
-def experience_histograms(experience: Experience) -> dict[str, dict[str, Any]]:
-    """How lengths, scores and log-probabilities of the trained responses are distributed, for TensorBoard."""
-    return {
-        "response_length": histogram(experience.mask.sum(axis=-1)),
-        "critic/score": histogram(experience.scores["seq_reward"]),
-        "rollout/logprob": histogram(experience.logprobs[experience.mask]),
-    }
-
-
-def step_row(
-    collected: Collected,
-    metrics: Mapping[str, float],
-    histograms: Histograms,
-    rows: Sequence[PromptRow],
-    tokenizer: Tokenizer,
-    *,
-    num_samples: int,
-) -> dict[str, Any]:
-    """What is recorded of a training step: metrics, histograms and the texts of `num_samples` responses.
+def batch_records(
+    batch: Batch, experience: Experience, batching: Batching, segments: Segments | None, step: int
+) -> tuple[dict[str, float], Histograms]:
+    """Metrics and histograms of a batch of `experience`: the age of its policies, its shares of the devices.
 
     Args:
-        metrics, histograms: of the whole step.
-        rows: of the training problems.
+        segments: of partial rollouts, whose tokens may be older than the last of their response.
     """
-    row = {"metrics": {name: float(value) for name, value in metrics.items()}, "samples": [], "histograms": histograms}
-    if (experience := collected.experience) is not None:
-        row["samples"] = trained_texts(experience, rows, tokenizer, wanted=num_samples)
-        row["histograms"] = histograms | experience_histograms(experience)
-    return row
+    shares = tokens_of_devices(batch, batching.trained["actor"], batching.micro_batches["actor"])
+    metrics = statistics.spread("sample/staleness", step - 1 - experience.versions)
+    metrics |= statistics.balance_metrics(sequence_lengths(batch)[: experience.finished.size], shares)
+    histograms = {"critic/advantages": histogram(batch.advantages[batch.loss_mask])}
+    if segments is not None:
+        ages = step - 1 - segments.token_versions(experience)[experience.mask]
+        metrics |= statistics.spread("sample/token_staleness", ages)
+        histograms["sample/token_staleness"] = histogram(ages)
+    return metrics, histograms

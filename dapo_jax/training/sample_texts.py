@@ -1,16 +1,43 @@
-"""Host: some responses of a step with their scores, for people to read."""
+"""Host: what is recorded of a step besides metrics: some responses with their scores, for people to read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.data.experience import Experience
+from dapo_jax.data.experience import Collected, Experience
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.run.problems import TaskSet
 
 HELD_OUT_KIND = "held_out"  # the kind of responses to problems that are not trained on
+
+
+def step_row(
+    collected: Collected,
+    metrics: Mapping[str, float],
+    histograms: Histograms,
+    rows: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    *,
+    num_samples: int,
+) -> dict[str, Any]:
+    """What is recorded of a training step: metrics, histograms and the texts of `num_samples` responses.
+
+    Args:
+        metrics, histograms: of the whole step.
+        rows: of the training problems.
+    """
+    row = {"metrics": {name: float(value) for name, value in metrics.items()}, "samples": [], "histograms": histograms}
+    if (experience := collected.experience) is not None:
+        row["samples"] = trained_texts(experience, rows, tokenizer, wanted=num_samples)
+        row["histograms"] = histograms | {
+            "response_length": histogram(experience.mask.sum(axis=-1)),
+            "critic/score": histogram(experience.scores["seq_reward"]),
+            "rollout/logprob": histogram(experience.logprobs[experience.mask]),
+        }
+    return row
 
 
 def trained_texts(

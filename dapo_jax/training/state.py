@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from dapo_jax.command.warnings import warnings
-from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
 from dapo_jax.data.experience import Collected, Experience, from_arrays, to_arrays
 from dapo_jax.data.prompts import PromptSet
@@ -27,7 +26,7 @@ from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.other_runs import Origin, find_checkpoint, is_own
 from dapo_jax.run.parts import Run
-from dapo_jax.run.progress import Progress, best_of, first_coefficient, of_held_out, resumed_coefficient, without_best
+from dapo_jax.run.progress import Progress, best_of, kl_coef_of, of_held_out, resumed_coefficient, without_best
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def starting_point(config: Config, checkpoints: Checkpoints, lines: Sequence[str
         ValueError: the workdir holds a checkpoint although trainer.resume_mode=disable, or the run to start from has
             none.
     """
-    latest, directory = checkpoints.latest_step(), checkpoint_dir(config.workdir, config.trainer)
+    latest, directory = checkpoints.latest_step(), checkpoints.directory
     check_agreement({"the step of the newest checkpoint": latest})
     if latest is not None and config.trainer.resume_mode == "disable":
         raise InputError(
@@ -93,7 +92,10 @@ def starting_point(config: Config, checkpoints: Checkpoints, lines: Sequence[str
 
 def first_state(run: Run) -> RunState:
     """A run before its first step."""
+    algorithm = run.config.algorithm
     progress = Progress(
+        kl_coef=algorithm.kl_ctrl.kl_coef,
+        kl_coef_of=kl_coef_of(algorithm),
         unrecorded={"metrics": {}, "samples": [], "histograms": {}} if run.config.trainer.val_before_train else None,
         prompts=run.problems.train_set.checksum(),
         loaded=loaded_models(run),
@@ -101,8 +103,7 @@ def first_state(run: Run) -> RunState:
         log_bytes=0,
         temperature=run.config.rollout.temperature,
     )
-    progress = first_coefficient(run.config.algorithm, progress)
-    return RunState(run.learner.networks.init_models(), progress, _first_stream(run), run.sampler.state())
+    return RunState(run.learner.networks.init_models(), progress, _first_stream(run), run.sampler.engine.learnt.state())
 
 
 def loaded_models(run: Run) -> dict[str, Identity]:
@@ -180,8 +181,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     actor, critic = run.learner.networks.actor, run.learner.networks.critic
     critic_shape = critic.trainable.state_shape if critic is not None else None
     shape = Models(actor=actor.trainable.state_shape, critic=critic_shape)
-    own = origin.directory == checkpoint_dir(run.config.workdir, run.config.trainer)
-    source = checkpoints if own else Checkpoints(origin.directory, read_only=True)
+    own = origin.directory == checkpoints.directory
+    source = checkpoints if own else Checkpoints(origin.directory, run.config.trainer, read_only=True)
     try:
         models, progress, arrays = source.restore(origin.step, shape)
     finally:
@@ -197,8 +198,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     _check_loaded(progress.loaded, loaded := loaded_models(run), origin, own=own)
     progress = _on_held_out(run, dataclasses.replace(progress, loaded=loaded))
     logger.warning("resuming after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
-    sampler = run.sampler
-    sampler.restore(arrays["engine"])
+    learnt = run.sampler.engine.learnt
+    learnt.restore(arrays["engine"])
     prompts = run.problems.train_set.checksum()
     if progress.prompts not in ("", prompts):
         if own:
@@ -209,12 +210,12 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
             )
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
         progress = dataclasses.replace(without_best(progress), prompts=prompts, alarms={})
-        return RunState(models, progress, _first_stream(run), sampler.state())
+        return RunState(models, progress, _first_stream(run), learnt.state())
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
     check_sampling(run.config, stream, ahead, sampled_at)
     if stream.begun:
         _check_begun(stream.begun, progress.step, run.config.rollout.segment_length)
-    return RunState(models, progress, stream, sampler.state(), ahead)
+    return RunState(models, progress, stream, learnt.state(), ahead)
 
 
 def _check_loaded(saved: Mapping[str, Identity], found: Mapping[str, Identity], origin: Origin, *, own: bool) -> None:

@@ -20,18 +20,19 @@ import numpy as np
 from dapo_jax.config.derived import gen_batch_size, segment_steps
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Collected, Experience
-from dapo_jax.dynamic_sampling.accumulation import Accepted, Found
+from dapo_jax.dynamic_sampling.accepted import Accepted, accept
+from dapo_jax.dynamic_sampling.accumulation import Found
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
 from dapo_jax.learner.batch import make_batch, penalize_kl
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import saved_fields
-from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices
-from dapo_jax.monitor import filter_log, statistics
+from dapo_jax.learner.update import Finish
+from dapo_jax.monitor import filter_log
 from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
-from dapo_jax.monitor.tensorboard import Histograms, histogram
+from dapo_jax.monitor.tensorboard import Histograms
 from dapo_jax.rewards.lowest import lowest_given, with_lowest
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run.parts import Run
@@ -40,7 +41,8 @@ from dapo_jax.run.sampler import GroupRollout
 from dapo_jax.run.segments import SegmentedRollout, segments_of
 from dapo_jax.run.settings import learning_rates
 from dapo_jax.training.estimator_inputs import NOTHING, estimator_inputs
-from dapo_jax.training.metrics import collect, performance_metrics, step_row
+from dapo_jax.training.metrics import batch_records, collect, performance_metrics
+from dapo_jax.training.sample_texts import step_row
 from dapo_jax.training.state import RunState
 
 logger = logging.getLogger("dapo_jax.train")  # the command's log
@@ -74,10 +76,10 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
         version: training steps that the policy has seen.
         kl_coef: of the KL divergence in the reward.
     """
-    config, groups = run.config, run.config.algorithm.filter_groups
+    config, groups, order = run.config, run.config.algorithm.filter_groups, run.problems.order
     found = Found(
         stream,
-        PromptSource.of(run.problems.order, groups.skip_uniform, config.data.curriculum, seed=config.seed),
+        PromptSource(order.row, order.num_rows, groups.skip_uniform, config.data.curriculum, config.seed),
         groups,
         target=config.data.train_batch_size,
         gen_batch_size=gen_batch_size(config.data),
@@ -97,7 +99,7 @@ def accumulate(rollout: GroupRollout, judged: Callable[[Experience], Round], fou
     """Lines 2 to 7 of the algorithm: samples prompts until enough groups are kept, or until a policy ends the step.
 
     Raises:
-        RuntimeError: as `Found`.
+        RuntimeError: as `Found` and `accept`.
     """
     with closing(rollout):
         while not found.certain:
@@ -109,7 +111,7 @@ def accumulate(rollout: GroupRollout, judged: Callable[[Experience], Round], fou
             if groups is not None:
                 found.take(judged(groups), under_way=rollout.under_way)  # line 6: keeps those whose scores differ
             del groups  # the others take memory
-    return found.accepted(rollout.sampled)
+    return accept(found, rollout.sampled)
 
 
 def judge(run: Run, groups: Experience, *, lowest: Mapping[str, float], kl_coef: float) -> Round:
@@ -148,48 +150,34 @@ def train_on(
     """
     if experience is None:
         return models, lambda: ({}, {})
-    recomputed, batching = recomputes(run.config, progress), run.learner.batching
+    learner, recomputed = run.learner, recomputes(run.config, progress)
     further = estimator_inputs(run, experience, models, lowest)  # for some estimators: hints, greedy responses
-    batch, batch_metrics = make_batch(
-        run.learner, experience, models, recompute=recomputed, kl_coef=progress.kl_coef, **further
-    )
-    batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
-    segments, tokens = segments_of(run.config), None
-    if segments is not None:
-        tokens = step - 1 - segments.token_versions(experience)[experience.mask]
-        batch_metrics |= statistics.spread("sample/token_staleness", tokens)
-    batch_metrics |= statistics.balance_metrics(
-        sequence_lengths(batch)[: experience.finished.size],
-        tokens_of_devices(batch, batching.trained["actor"], batching.micro_batches["actor"]),
-    )
-    models, wait = update(run.learner, models, batch, learning_rates(run.config, step))
-
-    known = {"batch": batch, "batch_metrics": batch_metrics, "token_staleness": tokens, "recomputed": recomputed}
-    return models, functools.partial(finished, wait, **known, step=step, keep_batch=keep_batch)
+    batch, metrics = make_batch(learner, experience, models, recompute=recomputed, kl_coef=progress.kl_coef, **further)
+    rates = learning_rates(learner.batching.trained, run.config.trainer, step)
+    models, wait = update(learner, models, batch, rates)
+    segments = segments_of(run.config.rollout, run.config.data)
+    found, histograms = batch_records(batch, experience, learner.batching, segments, step)  # while the devices work
+    return models, functools.partial(finished, wait, batch, metrics | found, histograms, recomputed, step, keep_batch)
 
 
 def finished(
     wait: Finish,
-    *,
     batch: Batch,
-    batch_metrics: Mapping[str, float],
-    token_staleness: np.ndarray | None,
+    of_batch: Mapping[str, float],
+    histograms: Histograms,
     recomputed: bool,
     step: int,
     keep_batch: KeepBatch,
 ) -> tuple[dict[str, float], Histograms]:
     """Waits for the updates on a batch: their metrics and histograms, with those of the batch."""
-    metrics, histograms = wait()
-    metrics |= batch_metrics  # if recomputed, they compare sampler and training pass
+    metrics, of_update = wait()
+    metrics |= of_batch  # if recomputed, they compare sampler and training pass
     if recomputed:  # then the first optimizer step compares the training pass with itself
         metrics.pop("rollout_corr/first_clipfrac", None)
-    histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
-    if token_staleness is not None:
-        histograms["sample/token_staleness"] = histogram(token_staleness)
     if not is_finite(metrics):
         logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
         keep_batch(step, saved_fields(batch))
-    return metrics, histograms
+    return metrics, of_update | histograms
 
 
 def train_step(
@@ -233,12 +221,12 @@ def train_step(
         log_bytes=log_bytes(config.workdir),
         step_seconds=progress.step_seconds + seconds,
     )
-    return RunState(models, progress, stream, run.sampler.state(), ahead)
+    return RunState(models, progress, stream, run.sampler.engine.learnt.state(), ahead)
 
 
 def open_rollout(run: Run, weights: Any, found: Found, version: int) -> GroupRollout:
     """What samples and verifies the prompts of a step; with partial rollouts, a segment of each response."""
-    settings, segments = run.config.rollout, segments_of(run.config)
+    settings, segments = run.config.rollout, segments_of(run.config.rollout, run.config.data)
     prompts, expected = run.problems.train_set, found.schedule.expected_prompts
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
     sizes = {"prompt_lengths": prompts.lengths, "num_prompts": expected}

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dapo_jax.algorithms.named import ESTIMATOR, LOSS
 from dapo_jax.command.tasks import given_function
@@ -12,7 +11,7 @@ from dapo_jax.config.sections import Config, TrainerConfig
 from dapo_jax.monitor.console import Value
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.recipe import Recipe, keep_files, write_recipe
-from dapo_jax.monitor.records import OnStep, RunRecords, flatten, read_metrics, unheard, write_config
+from dapo_jax.monitor.records import OnStep, RunRecords, read_metrics, unheard, write_config
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.rewards.weighted import is_weighted, parse_parts
 from dapo_jax.run.held_out import mean_accuracy
@@ -36,7 +35,12 @@ def open_records(
         write_config(config.workdir, dataclasses.asdict(config))  # not earlier: only now can nothing refuse the run
         write_recipe(config.workdir, recipe)
         write_environment(config.workdir)
-        keep_files(config.workdir, own_functions(config), done=progress.step if progress else 0)
+        functions = {LOSS: config.actor.policy_loss.loss_mode, ESTIMATOR: config.algorithm.adv_estimator}
+        if is_weighted(given := given_function(config.reward)):
+            functions |= {f"reward.functions.{part.name}": part.function for part in parse_parts(given)}
+        else:
+            functions["reward.function"] = given
+        keep_files(config.workdir, functions, done=progress.step if progress else 0)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
     trainer = config.trainer
     return RunRecords(
@@ -50,20 +54,6 @@ def open_records(
         given=recipe.given if recipe else (),
         on_step=on_step,
     )
-
-
-def options(config: Config) -> dict[str, Any]:
-    """The value of every option by dotted key."""
-    return flatten(dataclasses.asdict(config))
-
-
-def own_functions(config: Config) -> dict[str, str]:
-    """The names of the loss, the estimator and each reward function by option; some are your own."""
-    given = given_function(config)
-    rewards = {"reward.function": given}
-    if is_weighted(given):
-        rewards = {f"reward.functions.{part.name}": part.function for part in parse_parts(given)}
-    return {LOSS: config.actor.policy_loss.loss_mode, ESTIMATOR: config.algorithm.adv_estimator, **rewards}
 
 
 def results(task_sets: Sequence[TaskSet]) -> list[str]:

@@ -8,7 +8,7 @@ from small_run import RECIPE
 
 import dapo_jax as dx
 from dapo_jax.config.values import freeze
-from dapo_jax.interface.estimates import comparing_groups
+from dapo_jax.interface.samples import comparing_groups
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.parallel.stopping import Pace
 

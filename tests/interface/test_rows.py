@@ -1,6 +1,7 @@
 """Rows of a program as the data of a run."""
 
 import json
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -14,26 +15,11 @@ ROWS = [{"q": f"{number} + 1 =", "a": number + 1} for number in range(6)]
 COLUMNS = {"data.prompt_template": "{q}", "data.answer_key": "a", "trainer.total_training_steps": 1}
 
 
-class Frame:
-    """What is called of a pandas.DataFrame, which the tests do not install."""
-
-    def iterrows(self): ...
-
-    def notna(self):
-        return self
-
-    def astype(self, kind):
-        return self
-
-    def where(self, present, other):
-        return self
-
-    def to_dict(self, form):
-        assert form == "records"
-        return ROWS
+FRAME = Mock(spec=["iterrows", "notna", "astype"])  # of a pandas.DataFrame, which the tests do not install
+FRAME.astype.return_value.where.return_value.to_dict.side_effect = {"records": ROWS}.__getitem__
 
 
-@pytest.mark.parametrize("rows", [ROWS, iter(ROWS), pa.Table.from_pylist(ROWS), Frame()])
+@pytest.mark.parametrize("rows", [ROWS, iter(ROWS), pa.Table.from_pylist(ROWS), FRAME])
 def test_rows_of_any_library_become_the_same_file(rows, tmp_path):
     path = rows_file(str(tmp_path), "data", rows)
     assert [json.loads(line) for line in open(path)] == ROWS and path == str(tmp_path / "rows" / "data.jsonl")

@@ -1,18 +1,22 @@
-"""Host: README.md of an exported model, as the Hugging Face hub shows it: what it is, how it was trained, metrics."""
+"""Host: an exported model on the Hugging Face hub: its README.md (origin, training, metrics), and the upload."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import AlgorithmConfig, Config
 from dapo_jax.config.values import flat
+from dapo_jax.errors import InputError
 from dapo_jax.hub.names import model_name
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.run.base_models import first_model
 from dapo_jax.run.other_runs import RANDOM
 
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_LOG_IN = "log in by `hf auth login` or set HF_TOKEN, with a token that may write"
 TAGS = ("dapo", "reinforcement-learning", "dapo_jax")
 OPTIONS = (  # that say how it was trained; none is a path on this machine
     *(
@@ -32,7 +36,7 @@ def model_card(config: Config, step: int, *, adapter: bool) -> str:
     Args:
         adapter: it goes with PEFT's adapters instead of a whole model.
     """
-    model = first_model(config)
+    model = first_model(config.model.path)
     name, values = model_name(model), flat(config)
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
     if name is not None:
@@ -55,10 +59,10 @@ def model_card(config: Config, step: int, *, adapter: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def recipe(config: Config) -> str:
+def recipe(algorithm: AlgorithmConfig, loss: str) -> str:
     """The algorithm in a few words."""
-    loss, groups = config.actor.policy_loss.loss_mode, config.algorithm.filter_groups
-    return f"{config.algorithm.adv_estimator}, loss {loss}, {'with' if groups.enable else 'without'} dynamic sampling"
+    filters = "with" if algorithm.filter_groups.enable else "without"
+    return f"{algorithm.adv_estimator}, loss {loss}, {filters} dynamic sampling"
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> list[str]:
@@ -73,3 +77,42 @@ def _measured(workdir: str, step: int) -> dict[str, float]:
         return {}
     row = next((row for row in reversed(rows) if row.get("step") == step), {})
     return {key: value for key, value in row.items() if HELD_OUT.fullmatch(key)}
+
+
+def check_upload(repository: str) -> None:
+    """Raises InputError if nothing can be uploaded: no OWNER/NAME, no token. Does not contact the hub."""
+    if not _NAME.fullmatch(repository):
+        raise InputError(f"--push-to-hub={repository} must be OWNER/NAME of the Hugging Face hub: correct it")
+    from huggingface_hub import get_token
+
+    if not get_token():
+        raise InputError(f"--push-to-hub={repository} needs a token of the Hugging Face hub: {_LOG_IN}")
+
+
+def upload(directory: Path, repository: str, *, private: bool, message: str) -> str:
+    """Makes the repository if need be, commits the files of `directory` to it, and returns its address.
+
+    Args:
+        private: of a new repository; one that exists stays as it is.
+        message: of the commit.
+
+    Raises:
+        InputError: the token may not write there.
+        RuntimeError: the hub cannot be reached, or refuses. The directory stays.
+    """
+    from huggingface_hub import HfApi, constants
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=directory, commit_message=message)
+    except Exception as error:  # the library's own, those of its HTTP client and the system's have no common class
+        by_hand = f"the directory {directory} is complete: upload it by `hf upload {repository} {directory}`"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403):
+            raise InputError(f"--push-to-hub={repository} is refused ({reason}): {_LOG_IN}; {by_hand}") from error
+        raise RuntimeError(
+            f"{repository} cannot be uploaded to {constants.ENDPOINT} ({reason}): check the network and "
+            f"HF_HUB_OFFLINE; {by_hand}"
+        ) from error
+    return str(address)
