@@ -25,6 +25,10 @@ def score(data_source, solution, ground_truth, extra_info):
     return {**globals(), **WAYS}[solution](extra_info)
 
 
+def score_slowly(data_source, solution, ground_truth, extra_info):
+    time.sleep(300)
+
+
 WAYS = {
     "right": lambda info: 1.0,
     "graded": lambda info: 0.25,
