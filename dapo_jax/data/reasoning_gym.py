@@ -61,11 +61,11 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
     """
     name = data_source.removeprefix(SOURCE_PREFIX)
     try:
-        seed, index, digest = (extra_info[key] for key in ("seed", "index", "digest"))
+        seed, index, expected = (extra_info[key] for key in ("seed", "index", "digest"))
     except KeyError as error:
         raise ValueError(f"extra_info lacks {error}: take rows of data.task=reasoning_gym") from error
     dataset, entry = problem(name, seed, index)
-    if digest(entry["question"]) != digest:
+    if digest(entry["question"]) != expected:
         raise ValueError(
             f"{name} generates different problems in each process: remove it from data.reasoning_gym.datasets"
         )
