@@ -13,7 +13,7 @@ from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.devices import GIB, Limits
 from dapo_jax.parallel.mesh import make_mesh, with_tensor
 from dapo_jax.preflight.report import read_shape
-from dapo_jax.run import meshes
+from dapo_jax.run import passes
 from dapo_jax.run.meshes import make_meshes
 from dapo_jax.run.passes import training_bytes
 from dapo_jax.training.loop import train
@@ -36,7 +36,7 @@ def test_training_takes_the_least_tensor_that_fits(monkeypatch):
     assert shapes(**by_rows) == ((1, 4, 2), (1, 4, 2))
     assert shapes(**{"rollout.n": 2}) == ((1, 4, 2), (1, 4, 2))
     tight = Limits("a small device", 1e5, None, None, None)
-    monkeypatch.setattr(meshes, "limits_of", lambda device: tight)
+    monkeypatch.setattr(passes, "limits_of", lambda device: tight)
     assert shapes() == ((1, 4, 2), (1, 4, 2))
 
 

@@ -116,7 +116,12 @@ def most_likely_tokens(
         params, chunk_size: as for `response_statistics`.
     """
     hidden, _ = response_hidden(params, batch, passes, remat="none")
-    return _in_chunks(lambda chunk: highest(transformer.logits(params, chunk, passes.arch), count), hidden, chunk_size)
+    rounded = transformer.rounded_head(params)
+
+    def chunk_highest(chunk):
+        return highest(transformer.logits(params, chunk, passes.arch, rounded), count)
+
+    return _in_chunks(chunk_highest, hidden, chunk_size)
 
 
 def highest(logits: jax.Array, count: int) -> jax.Array:

@@ -157,8 +157,8 @@ def build_trainable(
 
 def _operands(table: Sequence[Weight], shardings: Any, dtype: Any) -> Operands:
     """Leaves that have the dtype are not among those that are cast: a jitted function would copy them."""
-    wide = jnp.dtype(dtype) != jnp.float32
-    names = tuple(weight.path[1] for weight in table if wide and weight.stacked and weight.is_matrix)
+    narrow = jnp.dtype(dtype) != jnp.float32
+    names = tuple(weight.path[1] for weight in table if narrow and weight.stacked and weight.is_matrix)
 
     def cast(leaves: dict[str, Any]) -> dict[str, Any]:
         return {name: leaf.astype(dtype) for name, leaf in leaves.items()}

@@ -14,11 +14,10 @@ from dapo_jax.learner.trainable import HOST
 from dapo_jax.learner.trained_networks import Network, trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
-from dapo_jax.parallel.devices import limits_of
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, platform, split_devices, with_tensor
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible, indivisible_weights
-from dapo_jax.run.passes import chosen_attention, compute_dtype, fits_memory, given_policy, passes
+from dapo_jax.run.passes import chosen_attention, compute_dtype, fits_memory, given_policy, memory_by_kind, passes
 
 
 def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | None = None) -> Meshes:
@@ -64,7 +63,7 @@ def _train_tensor(config: Config, arch: Architecture, networks: Mapping[str, Net
     if given:
         return given
     sizes = divisors(mesh.shape["tensor"])
-    usable = limits_of(mesh.devices.flat[0]).usable_memory(platform(mesh), config.trainer.gpu_memory_fraction)
+    usable = memory_by_kind(config.trainer, mesh)
     for size in sizes:
         changed = with_tensor(mesh, size)
         shards = num_batch_shards(changed)

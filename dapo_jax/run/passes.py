@@ -92,7 +92,7 @@ def remat_policy(config: Config, arch: Architecture, mesh: Mesh) -> str:
     policy, device = given_policy(config.model), platform(mesh)
     if policy != "auto":
         return policy
-    usable = limits_of(mesh.devices.flat[0]).usable_memory(device, config.trainer.gpu_memory_fraction)
+    usable = memory_by_kind(config.trainer, mesh)
     fits = device != "cpu" and usable is not None and fits_memory(config, arch, mesh, usable, "attention")
     return "attention" if fits else "full"
 
@@ -100,6 +100,11 @@ def remat_policy(config: Config, arch: Architecture, mesh: Mesh) -> str:
 def given_policy(model: ModelConfig) -> str:
     """model.remat_policy, or "none" where nothing is computed again."""
     return model.remat_policy if model.enable_gradient_checkpointing else "none"
+
+
+def memory_by_kind(trainer: TrainerConfig, mesh: Mesh) -> float | None:
+    """Bytes that JAX may take on a device of `mesh`, by its kind; None if its memory is unknown."""
+    return limits_of(mesh.devices.flat[0]).usable_memory(platform(mesh), trainer.gpu_memory_fraction)
 
 
 def fits_memory(config: Config, arch: Architecture, mesh: Mesh, usable: float, policy: str = "") -> bool:
