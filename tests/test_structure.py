@@ -18,7 +18,7 @@ LAYERS = [
     ("data",),
     ("models", "algorithms"),
     ("rewards",),
-    ("learner", "rollout", "dynamic_sampling"),
+    ("learner", "rollout", "environments", "dynamic_sampling"),
     ("verl", "command"),
     ("run",),
     ("training",),
@@ -127,7 +127,7 @@ def test_nothing_that_is_read_can_run_code():
     for path, tree in trees().items():
         pickles = path == PACKAGE / PICKLES
         assert unsafe_uses(tree) == ({"cloudpickle"} if pickles else set()), path
-        assert path.match("rewards/worker.py") or pickles or "received(" not in path.read_text(), path
+        assert path.match("*s/worker.py") or pickles or "received(" not in path.read_text(), path
     parts = [ast.unparse(node) for node in ast.walk(trees()[PACKAGE / PICKLES]) if isinstance(node, ast.Attribute)]
     assert sorted(part for part in parts if "pickle." in part) == ["cloudpickle.dumps", "cloudpickle.loads"]
     for code in ("import pickle", "from pickle import loads", "import dill.source", "eval(x)", "yaml.load(x)"):

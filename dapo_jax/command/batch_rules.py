@@ -1,20 +1,23 @@
 """Host: what relates batches, lengths, partial rollouts and sampling ahead to each other."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.command.option_uses import F
 from dapo_jax.config.derived import segment_steps
 from dapo_jax.config.sections import (
     ActorConfig,
     AlgorithmConfig,
     DataConfig,
+    EnvironmentConfig,
     FilterGroupsConfig,
     OverlongBufferConfig,
     RolloutConfig,
+    TrainerConfig,
 )
 from dapo_jax.errors import divisors, nearest
 from dapo_jax.learner.trained_networks import Network
-
-F = "algorithm.filter_groups"
 
 
 def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -112,3 +115,27 @@ def ahead_problems(algorithm: AlgorithmConfig, actor: ActorConfig) -> Iterator[s
             "trainer.rollout_ahead=1 trains on samples of an older policy, whose log-probabilities cannot be "
             "recomputed: set actor.old_logprob=auto or rollout"
         )
+
+
+def episode_problems(
+    environment: EnvironmentConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    estimator: Callable[..., Any],
+) -> Iterator[str]:
+    """What episodes of several turns do not go with."""
+    option = "environment.path" if environment.path else "environment.tools"
+    if rollout.segment_length:
+        yield f"rollout.segment_length={rollout.segment_length} cannot be combined with {option} yet: set it to 0"
+    if trainer.num_processes > 1:
+        yield f"trainer.num_processes={trainer.num_processes} cannot be combined with {option} yet: use one process"
+    if not environment.path:
+        return
+    prompts = f"{option} may add to each prompt, and"  # which then do not follow from their rows alone
+    if trainer.rollout_ahead:
+        yield f"{prompts} trainer.rollout_ahead=1 saves none of it: set it to 0"
+    if algorithm.filter_groups.enable and algorithm.filter_groups.leftover == "carry":
+        yield f"{prompts} {F}.leftover=carry saves none of it: set leftover=requeue"
+    if needs(estimator, "hint_logprobs"):
+        yield f"{prompts} adv_estimator={algorithm.adv_estimator} writes prompts of its own: choose another"

@@ -7,12 +7,13 @@ from urllib.parse import urlsplit
 
 from dapo_jax.command.tasks import NO_FUNCTIONS
 from dapo_jax.config.derived import trains_on_rewards
-from dapo_jax.config.sections import DistillationConfig, JudgeConfig, RewardConfig
+from dapo_jax.config.own_functions import is_own
+from dapo_jax.config.sections import DistillationConfig, EnvironmentConfig, JudgeConfig, RewardConfig
 from dapo_jax.data.experience import OWN_SCORES
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.judge_prompt import read_template
 from dapo_jax.rewards.response_format import compiled_pattern
-from dapo_jax.rewards.session import session_problem
+from dapo_jax.rewards.session import OF_SESSION, session_problem
 from dapo_jax.rewards.verifiers import VERIFIERS
 from dapo_jax.rewards.weighted import functions_of, is_weighted, parse_parts
 
@@ -45,6 +46,21 @@ def reward_problems(reward: RewardConfig, distillation: DistillationConfig, func
         )
     if taken := sorted({part.name for part in parts} & {*OWN_SCORES}):
         yield f"reward.functions, {', '.join(taken)}: these numbers are computed from the score: rename the functions"
+
+
+def environment_problems(environment: EnvironmentConfig, reward: RewardConfig) -> Iterator[str]:
+    """What is wrong with the names in the section environment, or does not go with it."""
+    for option, name in [("path", environment.path), *(("tools", tool) for tool in environment.tools)]:
+        if name and not (is_own(name) or name.startswith(OF_SESSION)):
+            form = "FILE.py:CLASS or package.module.CLASS" if option == "path" else "FILE.py:FUNCTION"
+            yield f"environment.{option}={name!r} must be {form}: correct it"
+        elif problem := session_problem(name, f"environment.{option}"):
+            yield problem
+    if reward.model.path:
+        yield (
+            f"reward.model.path={reward.model.path} scores a response of one turn, which environment.path and tools "
+            "have several of: leave out one of the two"
+        )
 
 
 def metric_problems(metric: str, numbers: Collection[str], function: str) -> Iterator[str]:

@@ -54,6 +54,9 @@ OldLogprob = Literal["auto", "rollout", "recompute"]
 BestMode = Literal["max", "min"]
 DistillationForm = Literal["sampled", "top_k"]
 ResumeMode = Literal["auto", "disable"]
+ObservationTruncation = Literal["left", "right", "middle"]
+EpisodeReward = Literal["last", "sum"]
+ToolFormat = Literal["auto", "hermes", "llama3", "json"]
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,29 @@ class RewardConfig:
         "VERIFIED": "error_score max_error_share env",
         "FORMAT": "format",
         "JUDGE": "judge",
+    }
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """What answers the policy's turns in episodes of several (docs/environments.md)."""
+
+    path: str = ""  # a class, FILE.py:CLASS or package.module.CLASS; "" = none, so that a response is one turn
+    tools: tuple[str, ...] = ()  # functions without state that the policy may call, each FILE.py:FUNCTION
+    arguments: str = "{}"  # of the class's constructor: dict or JSON object
+    max_turns: Positive[int] = 8  # of the policy, after which an episode ends
+    max_observation_length: Positive[int] = 512  # tokens of a message of the environment; longer ones are cut
+    observation_truncation: ObservationTruncation = "right"  # left | right | middle (which part is cut)
+    reward: EpisodeReward = "last"  # of the steps of an episode: last | sum
+    tool_format: ToolFormat = "auto"  # how calls are written: auto (by the chat template) | hermes | llama3 | json
+    turn_template: str = ""  # text after a turn, with {observation}; "" = by the chat template, or {observation} alone
+    num_workers: Annotated[Positive[int], at_most(1024)] = 2  # environment processes
+    timeout_s: Positive[float] = 10.0  # seconds that a call may take
+    memory_limit_mb: ZeroIsNone = 4096  # MiB that an environment process may write to (Linux); 0 = none
+    READS = {
+        "path": "arguments reward",
+        "ENVIRONMENT": "max_turns max_observation_length observation_truncation tool_format turn_template num_workers "
+        "timeout_s memory_limit_mb",
     }
 
 
@@ -646,6 +672,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

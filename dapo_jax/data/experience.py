@@ -39,7 +39,7 @@ class Outcomes:
     numbers: np.ndarray  # [Q] int64, prompt numbers
     rows: np.ndarray  # [Q] int64, rows of the prompt set
     versions: np.ndarray  # [Q] int64, training steps that the sampling policy had seen
-    lengths: np.ndarray  # [Q, G] int64, tokens
+    lengths: np.ndarray  # [Q, G] int64, tokens that the policy wrote
     scores: dict[str, np.ndarray]  # [Q, G] float64 each, NaN where there is no verdict
     failed: np.ndarray  # [Q, G] bool, verification failed, with or without a verdict
     error: str = ""  # the most frequent error of the failed verifications
@@ -68,7 +68,7 @@ class Experience:
     rows: np.ndarray  # [Q] int64, rows of the prompt set
     prompts: list[list[int]]  # [Q] token ids
     responses: np.ndarray  # [Q, G, R] int32
-    mask: np.ndarray  # [Q, G, R] bool, True on response tokens: they have lengths, rewards and penalties
+    mask: np.ndarray  # [Q, G, R] bool, True on response tokens, also on those that an environment wrote
     logprobs: np.ndarray  # [Q, G, R] float32, when the token was sampled
     finished: np.ndarray  # [Q, G] bool
     texts: list[list[str]]  # [Q][G] decoded responses
@@ -100,8 +100,8 @@ class Experience:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens."""
-        return int(self.mask.sum())
+        """Tokens that the policy wrote."""
+        return int(self.policy_mask.sum())
 
     @property
     def policy_mask(self) -> np.ndarray:
@@ -109,11 +109,15 @@ class Experience:
         return self.mask if self.by_policy is None else self.mask & self.by_policy
 
     @property
+    def lengths(self) -> np.ndarray:
+        """[Q, G] int64, tokens that the policy wrote: those that rewards and statistics of length count."""
+        return self.policy_mask.sum(axis=-1)
+
+    @property
     def outcomes(self) -> Outcomes:
         """The same without the tokens, which take nearly all of the memory."""
-        lengths = self.mask.sum(axis=-1)
         return Outcomes(
-            self.numbers, self.rows, self.versions, lengths, self.scores, self.failed, self.error, self.work
+            self.numbers, self.rows, self.versions, self.lengths, self.scores, self.failed, self.error, self.work
         )
 
     def score(self, name: str) -> np.ndarray:
@@ -129,8 +133,7 @@ class Experience:
     def sequence_kl(self) -> float:
         """Mean over responses of the mean KL divergence of their tokens."""
         assert self.kl is not None
-        lengths = np.maximum(self.mask.sum(axis=-1), 1)
-        return float(np.mean(self.kl.sum(axis=-1) / lengths))
+        return float(np.mean(self.kl.sum(axis=-1) / np.maximum(self.lengths, 1)))
 
     def differs_by_rounding(self, per_token: float) -> np.ndarray:
         """[Q] bool, groups of several equal rewards whose KL divergences differ by rounding alone.
@@ -138,7 +141,7 @@ class Experience:
         Then two passes over one policy can differ by as much: `per_token` nats for each token of the longest response.
         """
         assert self.kl is not None
-        known, lengths = self.known, self.mask.sum(axis=-1)
+        known, lengths = self.known, self.lengths
         rewards, divergence = self.scores["seq_reward"], self.kl.sum(axis=-1, dtype=np.float64)
 
         def lowest_and_highest(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +159,7 @@ class Experience:
         """
         assert self.kl is not None
         found = self.kl.sum(axis=-1)
-        found = np.where(np.abs(found) <= per_token * self.mask.sum(axis=-1), np.float32(0), found)
+        found = np.where(np.abs(found) <= per_token * self.lengths, np.float32(0), found)
         return np.where(self.differs_by_rounding(per_token)[:, None], found.min(axis=1, keepdims=True), found)
 
     def with_scores(self, **scores: np.ndarray) -> "Experience":

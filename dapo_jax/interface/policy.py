@@ -13,12 +13,16 @@ from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.command.output_directory import new_output
 from dapo_jax.command.validation import validate
-from dapo_jax.config.sections import Config, FilterGroupsConfig, RewardConfig
+from dapo_jax.config.sections import Config, EnvironmentConfig, FilterGroupsConfig, RewardConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.data.experience import Experience
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.environments.chat import told_of_tools
 from dapo_jax.errors import InputError
 from dapo_jax.export.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
+from dapo_jax.interface.environments import Environment, Tool, with_environment
 from dapo_jax.interface.samples import Prompt, Samples, comparing_groups, given_advantages
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
 from dapo_jax.learner.learner import update
@@ -27,15 +31,17 @@ from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.stopping import Pace
+from dapo_jax.rewards.verification import Verification, total_failure
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run.base_models import read_policy
 from dapo_jax.run.downloads import with_downloads
+from dapo_jax.run.episodes import open_environments
 from dapo_jax.run.meshes import make_meshes
 from dapo_jax.run.networks import build_learner
 from dapo_jax.run.other_runs import find_trained
 from dapo_jax.run.parts import open_sampler
 from dapo_jax.run.sampler import groups_of
-from dapo_jax.run.settings import learning_rates
+from dapo_jax.run.settings import engine_settings, learning_rates
 
 
 class Policy:
@@ -45,9 +51,10 @@ class Policy:
             samples = policy.generate(["2 + 2 ="], n=8)
             metrics = policy.step(samples, rewards)
 
-    It has the model, lengths, sampling, loss, optimizer and mesh of the config; data, rewards and filter are the
-    caller's. The k-th prompt of a policy always draws with the same noise, so a program that is run again repeats its
-    results. With several processes, each calls jax.distributed.initialize() first, and then all make the same calls.
+    It has the model, lengths, sampling, loss, optimizer and mesh of the config; data, rewards, the environment and the
+    filter are the caller's. The k-th prompt of a policy always draws with the same noise, so a program that is run
+    again repeats its results. With several processes, each calls jax.distributed.initialize() first, and then all make
+    the same calls.
 
     Args:
         config: in any form that `load_config` or `default_config` gives, or a recipe's name. config.model.path may be
@@ -58,7 +65,9 @@ class Policy:
     """
 
     def __init__(self, config: AnyConfig) -> None:
-        config = _without_data(as_config(config))
+        given = as_config(config)
+        self._environment = dataclasses.replace(given.environment, path="", tools=())  # the rest of its options
+        config = _without_data(given)
         validate(config)
         _check_algorithm(config)
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
@@ -68,9 +77,11 @@ class Policy:
         meshes = make_meshes(config, self.arch)
         monitor = Monitor.silent()
         with ExitStack() as stack, jax.set_mesh(meshes.training):
-            sampler = open_sampler(config, self.arch, self.tokenizer, meshes.sampling, monitor)
+            tokenizer = self.tokenizer
+            settings = engine_settings(config, self.arch, tokenizer.eos_ids, tokenizer.pad_id, meshes.sampling)
+            sampler = open_sampler(settings, tokenizer, config.rollout.stop, monitor.stage)
             self._sampler = stack.enter_context(sampler)
-            self._learner = build_learner(config, self.arch, self.tokenizer, meshes, monitor, Pace(lambda: None))
+            self._learner = build_learner(config, self.arch, tokenizer, meshes, monitor, Pace(lambda: None))
             self._models = self._learner.networks.init_models()
             self._open = stack.pop_all()
         self.steps = 0  # that it has learnt from
@@ -85,8 +96,10 @@ class Policy:
         top_p: float | None = None,
         top_k: int | None = None,
         max_tokens: int | None = None,
+        environment: Environment | None = None,
+        tools: Sequence[Tool] | None = None,
     ) -> Samples:
-        """Samples responses.
+        """Samples responses, or with an environment episodes.
 
         Args:
             prompts: chat messages, such as [{"role": "user", "content": "2 + 2 ="}], which the model's chat template
@@ -94,6 +107,11 @@ class Policy:
             n: responses to each; what is None is as in config.rollout.
             temperature: 0 = the most likely token. `step` needs that of the config.
             max_tokens: of a response, at most config.data.max_response_length, the default.
+            environment, tools: as in `train`; the options config.environment apply. Responses are then whole chats, and
+                `Samples.scores` has what the environment gives.
+
+        Raises:
+            RuntimeError: the environment fails in all episodes.
         """
         settings = self.config.rollout
         n = settings.n if n is None else n
@@ -102,6 +120,11 @@ class Policy:
             raise InputError(
                 f"n={n} and max_tokens={max_tokens} must be at least 1, and temperature={temperature} at least 0: "
                 "correct them"
+            )
+        plays = environment is not None or tools is not None
+        if plays and max_tokens is not None:
+            raise InputError(
+                f"max_tokens={max_tokens} does not go with an environment: leave it out, or set environment.max_turns"
             )
         tokens = self._tokenize(prompts)
         sampling = Sampling.create(
@@ -114,6 +137,11 @@ class Policy:
         self._drawn += len(tokens)
         with jax.set_mesh(self._sampler.mesh):
             weights = self._learner.networks.decode_weights(self._models.actor.params)
+            if plays:
+                config = dataclasses.replace(self.config, environment=self._environment)
+                config = with_environment(config, environment, tools)
+                groups = self._episodes(config, weights, prompts, numbers, n, sampling)
+                return Samples(list(prompts), groups, temperature)
             request = self._sampler.request(weights, n, TRAIN, sampling)
             limits = None if max_tokens is None else np.full(len(tokens) * n, max_tokens)
             rollout = self._sampler.engine.generate(tokens, numbers, request, limits=limits)
@@ -122,14 +150,44 @@ class Policy:
         groups = groups_of(rollout, tokens, list(numbers), list(numbers), texts, self.steps)
         return Samples(list(prompts), groups, temperature)
 
+    def _episodes(
+        self,
+        config: Config,
+        weights: Any,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        n: int,
+        sampling: Sampling,
+    ) -> Experience:
+        """Episodes that begin with these prompts, n to each; row k is that of prompt k."""
+        with open_environments(config, self.tokenizer) as environments:
+            assert environments is not None
+            given = [
+                PromptRow(prompt if isinstance(prompt, str) else tuple(prompt), "", None, {}) for prompt in prompts
+            ]
+            rows = told_of_tools(given, environments.pool.description.tools)
+            kwargs = [row.template_kwargs for row in rows]
+            tokens = self.tokenizer.encode_prompts(prompts, config.data, template_kwargs=kwargs)
+            sampler = dataclasses.replace(self._sampler, environments=environments)
+            request = sampler.request(weights, n, TRAIN, sampling)
+
+            def verify(chosen: Sequence[int]) -> Verification:
+                return Verification(None, self.tokenizer, [rows[row] for row in chosen], n, check=lambda: None)
+
+            prompt_set, first = PromptSet(rows, tokens), numbers[0]
+            groups = sampler.sample(request, prompt_set, numbers, verify, lambda number: number - first)
+        if failure := total_failure([groups.outcomes], "generate"):
+            raise RuntimeError(failure)
+        return dataclasses.replace(groups, versions=np.full(len(groups), self.steps))
+
     def logprobs(self, samples: Samples) -> np.ndarray:
-        """[Q, G, R] float32 log-probabilities of the tokens under the policy as it is now; 0 on padding."""
+        """[Q, G, R] float32 log-probabilities of the policy's tokens under it as it is now; 0 elsewhere."""
         if not len(samples):
             return np.zeros(samples.logprobs.shape, np.float32)
         with jax.set_mesh(self._learner.mesh):
             rows = rows_of(samples.experience, num_groups=len(samples), pad_id=self.tokenizer.pad_id)
             found = policy_statistics(self._learner, self._models.actor.params, rows).logprobs
-        found = np.where(rows.mask, found, 0.0).reshape(*samples.finished.shape, -1)
+        found = np.where(rows.policy_mask, found, 0.0).reshape(*samples.finished.shape, -1)
         return np.pad(found, ((0, 0), (0, 0), (0, samples.mask.shape[-1] - found.shape[-1])))
 
     def step(
@@ -162,8 +220,8 @@ class Policy:
             learner = learner.estimating(comparing_groups(learner.batching, samples.finished.shape, groups))
         elif advantages is not None:
             advantages = np.asarray(advantages, np.float32)
-            learner = learner.estimating(given_advantages(config.algorithm, samples.mask, advantages))
-            rewards = advantages if advantages.ndim == 2 else advantages.sum(axis=-1, where=samples.mask)
+            learner = learner.estimating(given_advantages(config.algorithm, samples.by_policy, advantages))
+            rewards = advantages if advantages.ndim == 2 else advantages.sum(axis=-1, where=samples.by_policy)
         experience = self._rewarded(samples, rewards)
         recompute = config.actor.old_logprob == "recompute"
         networks = learner.batching.trained
@@ -249,7 +307,7 @@ class Policy:
 def _without_data(config: Config) -> Config:
     """`config` without what the caller has: prompts, rewards and the filter."""
     algorithm = dataclasses.replace(config.algorithm, filter_groups=FilterGroupsConfig())
-    config = dataclasses.replace(config, reward=RewardConfig(), algorithm=algorithm)
+    config = dataclasses.replace(config, reward=RewardConfig(), environment=EnvironmentConfig(), algorithm=algorithm)
     if config.data.task == "files" and not config.data.train_files:
         return with_values(config, {"data.task": "arithmetic"})
     return config

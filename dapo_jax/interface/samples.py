@@ -44,14 +44,24 @@ class Samples:
         return self.experience.mask
 
     @property
+    def by_policy(self) -> np.ndarray:
+        """[Q, G, R] bool, True on the tokens that the policy wrote: all of `mask` but those of an environment."""
+        return self.experience.policy_mask
+
+    @property
     def logprobs(self) -> np.ndarray:
-        """[Q, G, R] float32 log-probabilities of the tokens when they were sampled; 0 on padding."""
+        """[Q, G, R] float32 log-probabilities of the policy's tokens when they were sampled; 0 elsewhere."""
         return self.experience.logprobs
 
     @property
     def finished(self) -> np.ndarray:
         """[Q, G] bool, False where the length limit cut a response off."""
         return self.experience.finished
+
+    @property
+    def scores(self) -> dict[str, np.ndarray]:
+        """[Q, G] each: what an environment has given, `score`, `acc` and its other numbers; {} without one."""
+        return self.experience.scores
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -96,7 +106,7 @@ def given_advantages(algorithm: AlgorithmConfig, mask: np.ndarray, advantages: n
     """An estimator whose advantages are these.
 
     Args:
-        mask: [Q, G, R] bool, True on response tokens.
+        mask: [Q, G, R] bool, True on tokens that the policy wrote.
         advantages: [Q, G] of responses or [Q, G, R] of tokens.
 
     Raises:

@@ -44,9 +44,14 @@ def score_metrics(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
     return metrics
 
 
-def length_metrics(name: str, lengths: np.ndarray, limit: int) -> dict[str, float]:
-    """`name`_length/{mean,max,min,clip_ratio}: tokens, and the share of rows at the length limit."""
-    return {**spread(f"{name}_length", lengths), f"{name}_length/clip_ratio": float(np.mean(lengths >= limit))}
+def length_metrics(name: str, lengths: np.ndarray, limit: int, whole: np.ndarray | None = None) -> dict[str, float]:
+    """`name`_length/{mean,max,min,clip_ratio}: tokens, and the share of rows at the length limit.
+
+    Args:
+        whole: lengths with what an environment wrote, which the limit bounds; None = the same.
+    """
+    clipped = (lengths if whole is None else whole) >= limit
+    return {**spread(f"{name}_length", lengths), f"{name}_length/clip_ratio": float(np.mean(clipped))}
 
 
 def length_percentiles(name: str, lengths: np.ndarray) -> dict[str, float]:

@@ -44,7 +44,7 @@ def called_with_four(given: str, function: Callable[..., Any]) -> Callable[..., 
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):  # some built-in functions have none
-        return lambda *values: _awaited(function(*values))
+        return lambda *values: awaited(function(*values))
     if "completions" in parameters:
         return _of_trl(given, function, parameters)
     if any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
@@ -52,7 +52,7 @@ def called_with_four(given: str, function: Callable[..., Any]) -> Callable[..., 
             inspect.signature(function).bind(*_ALL)
         except TypeError as error:
             _refuse(given, function, f"takes {inspect.signature(function)} ({error}): change its parameters")
-        return lambda *values: _awaited(function(*values))
+        return lambda *values: awaited(function(*values))
     chosen = taken(given, function)
     by_order = [
         name for name in chosen if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY
@@ -61,7 +61,7 @@ def called_with_four(given: str, function: Callable[..., Any]) -> Callable[..., 
     def score(*values: Any) -> Any:
         found = {name: values[_ALL.index(argument)] for name, argument in chosen.items()}
         first = [found.pop(name) for name in by_order]
-        return _awaited(function(*first, **found))
+        return awaited(function(*first, **found))
 
     return score
 
@@ -109,7 +109,7 @@ def _of_trl(given: str, function: Callable[..., Any], parameters: Any) -> Callab
             raise TypeError(
                 f"TRL's form gets columns by name, and the row has no {missing[0]}, only {', '.join(columns)}"
             )
-        found = _awaited(function(**chosen))
+        found = awaited(function(**chosen))
         if isinstance(found, str | dict) or not hasattr(found, "__len__") or len(found) != 1:
             raise TypeError(
                 f"{WRONG_RESULT} a list of one score for a list of one completion, as in TRL, not {found!r:.80}"
@@ -119,7 +119,7 @@ def _of_trl(given: str, function: Callable[..., Any], parameters: Any) -> Callab
     return score
 
 
-def _awaited(result: Any) -> Any:
+def awaited(result: Any) -> Any:
     """The result of a call, of an async function too."""
     if not inspect.isawaitable(result):
         return result

@@ -119,8 +119,8 @@ def load_scorer(settings: RewardModelConfig, data: DataConfig, dtype: Any, mesh:
             f"the tokenizer of reward.model.path={settings.path} has ids up to {tokenizer.vocab_size - 1}, but the "
             f"model has {arch.vocab_size} embeddings: use the tokenizer that belongs to the model"
         )
-    problems = indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES)
-    if problems:
+    table = weight_table(arch)
+    if problems := indivisible_weights(table, dict(mesh.shape), TRAIN_RULES):
         raise InputError(f"the mesh does not fit reward.model.path={settings.path}: " + "; ".join(problems))
     params = load_params(path, arch, place_weight(mesh, TRAIN_RULES))
     known = identity(arch, digest(params))
@@ -177,7 +177,7 @@ def add_rewards(
     and logged, also `overlong`: 1 where the penalty is not 0, else 0. All are NaN for a response without a verdict.
     """
     shape, known = experience.finished.shape, experience.known
-    lengths = experience.mask.sum(axis=-1, dtype=np.int32)
+    lengths = experience.lengths.astype(np.int32)
     rows = np.where(known, experience.scores["score"], 0.0).astype(np.float32).ravel(), lengths.ravel()
     shaped = shape_rewards(
         *put_rows(rows, mesh),

@@ -19,8 +19,11 @@ OF_SESSION = "python:"  # begins the name of a function of the session
 _KEPT: dict[str, bytes] = {}  # pickles by name: a run of this session may be resumed or evaluated
 
 
-def keep(function: Callable[..., Any], label: str = "function") -> str:
-    """The name for reward.function of a function of this session, which verifier processes then get.
+def keep(function: Callable[..., Any], label: str = "function", option: str = "reward") -> str:
+    """The name of a function of this session, or a class, by which processes then get it.
+
+    Args:
+        option: that names it, for messages.
 
     Raises:
         InputError: it uses something that another process cannot have.
@@ -28,8 +31,9 @@ def keep(function: Callable[..., Any], label: str = "function") -> str:
     try:
         pickled = cloudpickle.dumps(function)
     except Exception as error:  # whatever an object that it uses raises
+        process = "a verifier" if option == "reward" else "an environment"
         raise InputError(
-            f"reward, {label!r}: {function!r} cannot be sent to a verifier process ({type(error).__name__}: {error}): "
+            f"{option}, {label!r}: {function!r} cannot be sent to {process} process ({type(error).__name__}: {error}): "
             "make what it uses inside the function, or in a module that it imports"
         ) from error
     name = OF_SESSION + label
@@ -44,20 +48,20 @@ def of_session(name: str) -> list[str]:
     return [function for function in dict.fromkeys(functions_of(name)) if function.startswith(OF_SESSION)]
 
 
-def pickles(name: str) -> list[bytes]:
+def pickles(name: str, option: str = "reward.function") -> list[bytes]:
     """What a worker is sent, for each of `of_session`. InputError if this session does not have a function."""
     for function in of_session(name):
         if function not in _KEPT:
-            raise InputError(session_problem(function))
+            raise InputError(session_problem(function, option))
     return [_KEPT[function] for function in of_session(name)]
 
 
-def session_problem(name: str) -> str | None:
+def session_problem(name: str, option: str = "reward.function") -> str | None:
     """Why the function of another Python session cannot be used, and the cure; None if this session has it."""
     if not name.startswith(OF_SESSION) or name in _KEPT:
         return None
     return (
-        f"reward.function={name!r} is a function of the Python session that started the run: start it from there with "
+        f"{option}={name!r} is a function of the Python session that started the run: start it from there with "
         "the same function, or give package.module.function or FILE.py:function"
     )
 

@@ -12,6 +12,7 @@ from dapo_jax.rewards.verifiers import wrong_score
 from dapo_jax.rewards.weighted import described, is_weighted, parse_parts
 
 JUDGE_ERROR = "judge: "  # precedes the error of a verification in which a judge failed
+ENVIRONMENT_ERROR = "environment: "  # of an episode in whose group the environment failed
 _NUM_LOGGED = 3  # failures per call that are logged in full
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dapo_jax.data.experience import Outcomes
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.parallel.processes import SharedFailure, gather
-from dapo_jax.rewards.verdicts import JUDGE_ERROR, ScoreRequest, Verdict, Verifiers
+from dapo_jax.rewards.verdicts import ENVIRONMENT_ERROR, JUDGE_ERROR, ScoreRequest, Verdict, Verifiers
 
 _WAIT_S = 0.5  # between two checks for a stop request
 
@@ -21,13 +21,14 @@ class Verification:
     """The verdicts on `num_samples` responses to each row. Every process verifies its share of the groups.
 
     Args:
+        verifiers: None = there are no verdicts, only texts.
         check: called while waiting for verdicts; may raise.
         on_ended: called with the number of responses that have just ended.
     """
 
     def __init__(
         self,
-        verifiers: Verifiers,
+        verifiers: Verifiers | None,
         tokenizer: Tokenizer,
         rows: Sequence[PromptRow],
         num_samples: int,
@@ -45,7 +46,7 @@ class Verification:
         for index in ended.tolist():
             text = self._tokenizer.decode(rollout.responses[index][rollout.mask[index]].tolist())
             self.texts[index] = text
-            if self._process_of(index) == jax.process_index():
+            if self._verifiers is not None and self._process_of(index) == jax.process_index():
                 row = self._rows[index // self.num_samples]
                 request = ScoreRequest(row.data_source, text, row.ground_truth, row.columns, row.question)
                 self._asked[index] = request, self._verifiers.submit(request)
@@ -57,6 +58,8 @@ class Verification:
         Raises:
             SharedFailure: verification cannot continue, in any process.
         """
+        if self._verifiers is None:
+            return [Verdict({}, None, None)] * len(self.texts)
         asked = [pair for pair in self._asked if pair is not None]
         while any(gather(bool(wait([verdict for _, verdict in asked], timeout=_WAIT_S).not_done))):
             self._check()
@@ -89,8 +92,11 @@ def describe_failures(parts: Sequence[Outcomes]) -> str:
     error = _main_error(parts)
     count = sum(part.failed.size for part in parts)
     share = f"all {count}" if failed == count else f"{failed} of {count}"
-    failing = "the judge gave no verdict" if error.startswith(JUDGE_ERROR) else "the reward function failed"
-    return f"{failing} on {share} responses, most often with {error.removeprefix(JUDGE_ERROR)}"
+    failing = "the reward function failed"
+    for begin, said in ((JUDGE_ERROR, "the judge gave no verdict"), (ENVIRONMENT_ERROR, "the environment failed")):
+        if error.startswith(begin):
+            error, failing = error.removeprefix(begin), said
+    return f"{failing} on {share} responses, most often with {error}"
 
 
 def _main_error(parts: Sequence[Outcomes]) -> str:
@@ -114,4 +120,6 @@ def total_failure(parts: Sequence[Outcomes], what: str, max_share: float = 1.0) 
     )
     if _main_error(parts).startswith(JUDGE_ERROR):
         cure = "correct reward.judge, or see that its endpoint works"
+    if _main_error(parts).startswith(ENVIRONMENT_ERROR):
+        cure = "correct it (for a time-out, raise environment.timeout_s)"
     return f"{what}: {describe_failures(parts)}{limit}: {cure}; then rerun the same command"

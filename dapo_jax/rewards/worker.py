@@ -12,7 +12,7 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,17 +38,7 @@ _EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 def main() -> None:
     descriptor, name, memory_limit_mb, pattern = sys.argv[1:]
-    fork_worker(int(descriptor))
-    connection = socket.socket(fileno=int(descriptor))
-    connection.set_inheritable(False)  # processes that the verifier starts must not keep the pool waiting
-    _limit(int(memory_limit_mb))
-    worker = os.getpid()
-
-    def reply(message: bytes) -> None:
-        if os.getpid() != worker:  # the verifier forked: the copy of this process must not answer
-            os._exit(0)
-        send(connection, message)
-
+    connection, reply = connected(int(descriptor), int(memory_limit_mb))
     try:
         verifier, error = _load(name, pattern, [receive(connection) for _ in of_session(name)])
         reply(json.dumps(error).encode())
@@ -56,6 +46,22 @@ def main() -> None:
             reply(encode_answer(answer(verifier, receive(connection))))
     except (EOFError, ConnectionError):
         return
+
+
+def connected(descriptor: int, memory_limit_mb: int) -> tuple[socket.socket, Callable[[bytes], None]]:
+    """Returns in a new process, with limits: its end of the pool's connection, and what sends a message there."""
+    fork_worker(descriptor)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)  # processes that the verifier starts must not keep the pool waiting
+    _limit(memory_limit_mb)
+    worker = os.getpid()
+
+    def reply(message: bytes) -> None:
+        if os.getpid() != worker:  # the verifier forked: the copy of this process must not answer
+            os._exit(0)
+        send(connection, message)
+
+    return connection, reply
 
 
 def answer(verifier: Verifier, request: bytes) -> Answer:
@@ -69,7 +75,7 @@ def answer(verifier: Verifier, request: bytes) -> Answer:
     except BaseException as error:  # including SystemExit and KeyboardInterrupt: the next sample may be fine
         raised = error.with_traceback(None)  # frees its frames and what they hold
         raised.__cause__ = raised.__context__ = None
-    return Answer({}, None, _error_text(raised), exhausted=_is_exhaustion(raised))
+    return Answer({}, None, error_text(raised), exhausted=is_exhaustion(raised))
 
 
 def _load(name: str, pattern: str, pickles: Sequence[bytes]) -> tuple[Verifier | None, str | None]:
@@ -81,7 +87,7 @@ def _load(name: str, pattern: str, pickles: Sequence[bytes]) -> tuple[Verifier |
     except MemoryError:
         return None, f"{described(name)} does not load: {_out_of_memory()}"
     except BaseException as error:
-        return None, f"{described(name)} must load, but raised {_error_text(error)}: correct its module"
+        return None, f"{described(name)} must load, but raised {error_text(error)}: correct its module"
 
 
 def _limit(memory_mb: int) -> None:
@@ -109,23 +115,24 @@ def _tasks_of_user() -> int:
     return count
 
 
-def _is_exhaustion(error: BaseException) -> bool:
+def is_exhaustion(error: BaseException) -> bool:
     """Whether the process has run out of a resource that it may not get back."""
     if isinstance(error, OSError):
         return error.errno in _EXHAUSTED
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "start new thread" in str(error))
 
 
-def _error_text(error: BaseException) -> str:
+def error_text(error: BaseException, what: str = "the verifier", section: str = "reward") -> str:
+    """What was raised, in one line; of a lack of memory, the limit of `what`, which a section of the config sets."""
     if isinstance(error, MemoryError):
-        return _out_of_memory()
+        return _out_of_memory(what, section)
     return short(" ".join("".join(traceback.format_exception_only(error)).split()))
 
 
-def _out_of_memory() -> str:
+def _out_of_memory(what: str = "the verifier", section: str = "reward") -> str:
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    allowed = "the machine has" if limit == resource.RLIM_INFINITY else f"reward.memory_limit_mb={limit >> 20}"
-    return f"MemoryError: the verifier needs more than {allowed}"
+    allowed = "the machine has" if limit == resource.RLIM_INFINITY else f"{section}.memory_limit_mb={limit >> 20}"
+    return f"MemoryError: {what} needs more than {allowed}"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from dapo_jax.monitor.environment import without_secrets
 from dapo_jax.rewards.messages import (
     MAX_ANSWER,
     NO_VERDICT,
-    Answer,
     MalformedAnswer,
     decode_answer,
     decode_start,
@@ -35,6 +34,7 @@ from dapo_jax.rewards.weighted import described
 
 _START_LIMIT_S = 120.0  # for a worker to load its verifier
 _REAP_LIMIT_S = 10.0  # for the system to end a killed process
+WORKER = "dapo_jax.rewards.worker"
 
 _log = logging.getLogger(__name__)
 
@@ -48,25 +48,26 @@ class Worker:
 
     def __init__(
         self,
-        verifier: str,
-        memory_limit_mb: int,
-        pattern: str,
+        module: str,
+        arguments: Sequence[str],
         environment: Mapping[str, str],
         functions: Sequence[bytes],
+        what: str,
     ) -> None:
         """
         Args:
-            functions: `session.pickles` of the verifier.
+            module: that the process runs, with the number of its socket and these arguments.
+            functions: `session.pickles` of what it loads.
+            what: it loads, for messages.
         """
-        self._verifier = verifier
+        self._what = what
         self._ready = False
         self._connection, inherited = socket.socketpair()
         # A worker finds the same modules as this process; a verifier that uses JAX leaves the accelerator alone.
         environment = {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-        arguments = [str(inherited.fileno()), verifier, str(memory_limit_mb), pattern]
         with inherited:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "dapo_jax.rewards.worker", *arguments],
+                [sys.executable, "-u", "-m", module, str(inherited.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[inherited.fileno()],
                 env=environment,
@@ -77,7 +78,7 @@ class Worker:
                 send(self._connection, function, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> None:
-        """Returns once the verifier is loaded. InputError if it cannot be loaded."""
+        """Returns once it has loaded. InputError if it cannot."""
         if self._ready:
             return
         try:
@@ -92,17 +93,17 @@ class Worker:
             raise InputError(error)
         self._ready = True
 
-    def ask(self, request: bytes, timeout_s: float) -> Answer:
-        """The answer to an encoded request.
+    def ask(self, request: bytes, timeout_s: float, *, limit: int = MAX_ANSWER) -> bytes:
+        """The answer, of at most `limit` bytes, to an encoded request.
 
         Raises:
             TimeoutError: the worker has not answered within timeout_s.
-            MalformedAnswer: it has sent something else than an answer.
+            MalformedAnswer: it has sent more.
             EOFError, OSError: it died.
         """
         deadline = time.monotonic() + timeout_s
         send(self._connection, request, deadline)
-        return decode_answer(receive(self._connection, deadline, limit=MAX_ANSWER))
+        return receive(self._connection, deadline, limit=limit)
 
     def kill(self) -> None:
         """Begins to end the process and all that it started. One that is already exiting keeps its exit code."""
@@ -120,7 +121,7 @@ class Worker:
         return self._process.returncode
 
     def _not_loaded(self, what: str) -> str:
-        return f"{described(self._verifier)} {what}: import its module in a fresh Python to see why"
+        return f"{self._what} {what}: import its module in a fresh Python to see why"
 
 
 class VerifierPool(Verifiers):
@@ -211,7 +212,7 @@ class VerifierPool(Verifiers):
             except ValueError as error:
                 raise RuntimeError(f"a verifier process did not start: {error}") from error
             replaces = True
-            answer = worker.ask(message, self._timeout_s)
+            answer = decode_answer(worker.ask(message, self._timeout_s))
             replaces = answer.exhausted
             if answer.error is None:
                 return Verdict(answer.numbers, answer.pred, None)
@@ -239,6 +240,7 @@ class VerifierPool(Verifiers):
         return self._start_worker()
 
     def _start_worker(self) -> Worker:
-        worker = Worker(self.name, self._memory_limit_mb, self._pattern, self._environment, self._functions)
+        arguments = self.name, str(self._memory_limit_mb), self._pattern
+        worker = Worker(WORKER, arguments, self._environment, self._functions, described(self.name))
         self._workers.add(worker)
         return worker

@@ -32,7 +32,7 @@ class GivenUp:
     """What was begun and nobody waited for."""
 
     responses: int = 0  # with a token at least
-    tokens: int = 0
+    tokens: int = 0  # that the policy wrote
     work: Mapping[str, Work] = field(default_factory=dict)  # computed for them, by stage; none of it was needed
 
 
@@ -132,7 +132,7 @@ class Engine:
         devices, self._open = self._open, None
         if devices is None:
             return GivenUp()
-        drawn = np.concatenate([np.zeros(0, np.int64), *(part.drawn() for part in devices.responses.parts.values())])
+        drawn = np.concatenate([np.zeros(0, np.int64), *(part.written() for part in devices.responses.parts.values())])
         devices.responses.parts.clear()
         devices.queue.release(devices.responses)
         return GivenUp(int(np.sum(drawn > 0)), int(drawn.sum()), devices.take_work())
@@ -175,6 +175,8 @@ class Pending:
     def resume(self, row: int, tokens: Sequence[int]) -> None:
         """A row that waits goes on after these tokens. Until then it keeps its pages, if there are enough.
 
+        Several processes resume and end the same rows, in the same order, between the same calls of `step`.
+
         Raises:
             InputError: it does not wait, or has no room for the tokens and one of the policy.
         """
@@ -182,9 +184,26 @@ class Pending:
         self._responses.append(row, tokens)
         self._devices.queue.resume(self._first_row + row, known)
 
-    def end(self, row: int) -> None:
-        """A row that waits ends as it is."""
-        self._responses.end(row)
+    def end(self, row: int, *, complete: bool = True) -> None:
+        """A row that waits ends as it is; not `complete`: cut off, as by its limit."""
+        self._responses.end(row, complete)
+
+    def step(self) -> bool:
+        """As `Engine.step`."""
+        return self._engine.step()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have ended."""
+        return bool(self._responses.ended.all())
+
+    def tokens(self, row: int) -> list[int]:
+        """A row's tokens so far."""
+        return self._responses.tokens[row, self._responses.mask[row]].tolist()
+
+    def limit(self, row: int) -> int:
+        """The most tokens that a row may have."""
+        return int(self._responses.limits[row])
 
     def wait(self) -> Rollout:
         """Decodes until all of these responses have ended; once.

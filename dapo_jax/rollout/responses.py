@@ -16,7 +16,8 @@ from dapo_jax.rollout.layout import EngineSettings
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shards import ALIVE, ENDED, WAITS
 
-# (tokens of a response, how many of them an earlier call has seen) -> how many tokens to keep; None = it continues.
+# (tokens of a response since it last returned, how many of them an earlier call has seen) -> how many of them to keep;
+# None = it continues.
 StopRule = Callable[[list[int], int], int | None]
 # (rows of the responses that have just ended, all responses so far)
 OnFinished = Callable[[np.ndarray, Rollout], None]
@@ -78,6 +79,8 @@ class Responses:
         self.records: ExpertRecords | None = None  # of the experts of tokens, if they are kept
         if begun is not None:
             self.tokens[:], self.mask[:], self.logprobs[:] = begun.responses, begun.mask, begun.logprobs
+            if begun.by_policy is not None:
+                self.given[:] = begun.mask & ~begun.by_policy
         self.begun: np.ndarray = self.mask.sum(axis=1)  # [B] tokens
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray | int) -> None:
@@ -95,9 +98,12 @@ class Responses:
         self.logprobs[row, place] = np.where(taken, chunk.logprobs[alive], 0.0)[within]
         self.complete[rows] = np.any(np.isin(chunk.tokens[alive], self.settings.eos_ids) & taken, axis=1)
         if self.stop is not None:
-            for at, start in zip(rows.tolist(), known.tolist(), strict=True):
-                kept = self.stop(self.tokens[at, self.mask[at]].tolist(), start)
+            after = np.arange(1, self.given.shape[1] + 1)
+            turns = np.max(self.given[rows] * after, axis=1, initial=0)  # the first token after an environment's last
+            for at, start, turn in zip(rows.tolist(), known.tolist(), turns.tolist(), strict=True):
+                kept = self.stop(self.tokens[at, self.mask[at]].tolist()[turn:], start - turn)
                 if kept is not None:
+                    kept += turn
                     self.mask[at, kept:], self.tokens[at, kept:], self.logprobs[at, kept:] = False, pad_id, 0.0
                     self.complete[at] = True
         self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.limits[rows])
@@ -134,9 +140,9 @@ class Responses:
         self.tokens[row, new], self.mask[row, new], self.given[row, new] = tokens, True, True
         self.parked[row] = False
 
-    def end(self, row: int) -> None:
+    def end(self, row: int, complete: bool) -> None:
         """A row that waits ends as it is."""
-        self.parked[row], self.complete[row], self.ended[row] = False, True, True
+        self.parked[row], self.complete[row], self.ended[row] = False, complete, True
         self._finish(np.array([row]))
 
     def states(self, rows: np.ndarray) -> np.ndarray:
@@ -145,8 +151,12 @@ class Responses:
         return np.where(rows >= 0, found[rows], ENDED)
 
     def drawn(self) -> np.ndarray:
-        """[B] tokens drawn for each response so far."""
+        """[B] tokens of each response so far, after those that it has begun with."""
         return self.mask.sum(axis=1) - self.begun
+
+    def written(self) -> np.ndarray:
+        """[B] of these, the tokens that the policy wrote."""
+        return self.drawn() - self.given.sum(axis=1)
 
     def rollout(self) -> Rollout:
         """The responses so far; their experts are not known before they end."""

@@ -38,7 +38,6 @@ class HeldOut:
     task_sets: tuple[TaskSet, ...]
     sampler: Sampler
     rewards: RewardPipeline
-    max_error_share: float  # of a task set's verifications that may fail, see `total_failure`
     bootstrapped: bool  # see evaluation_metrics
     detailed: bool  # see evaluation_metrics
     shows_progress: bool  # on a terminal
@@ -94,8 +93,8 @@ def evaluate(
                     num_errors += experience.num_errors
                     num_missing += int((~experience.known).sum())
             what = f"evaluation of {task.options.name or 'the held-out problems'}"
-            if failure := total_failure(outcomes, what, held_out.max_error_share):
-                if verdicts_needed or held_out.max_error_share < 1:
+            if failure := total_failure(outcomes, what, most := held_out.rewards.settings.max_error_share):
+                if verdicts_needed or most < 1:
                     raise SharedFailure(failure)
                 logger.warning("%s", failure)
             metrics |= _task_metrics(held_out, prefix, task, _Measured.join(batches))
@@ -121,12 +120,14 @@ class _Measured:
     scores: dict[str, np.ndarray]  # [Q, n], NaN where a sample has none
     failed: np.ndarray  # [Q, n] bool, verification failed
     answers: list[list[str | None]]  # [Q][n]
-    lengths: np.ndarray  # [Q, n] tokens
+    lengths: np.ndarray  # [Q, n] tokens that the policy wrote
+    whole: np.ndarray  # [Q, n] with those of an environment
 
     @classmethod
     def of(cls, experience: Experience) -> "_Measured":
         assert experience.answers is not None
-        return cls(experience.scores, experience.failed, experience.answers, experience.mask.sum(axis=-1))
+        whole = experience.mask.sum(axis=-1)
+        return cls(experience.scores, experience.failed, experience.answers, experience.lengths, whole)
 
     @classmethod
     def join(cls, parts: "Sequence[_Measured]") -> "_Measured":
@@ -144,7 +145,8 @@ class _Measured:
             name: np.where(np.isnan(values), np.nan, least[name].reshape(values.shape))
             for name, values in scores.items()
         }
-        return cls(scores, failed, answers, np.concatenate([part.lengths for part in parts]))
+        lengths, whole = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "whole"))
+        return cls(scores, failed, answers, lengths, whole)
 
 
 def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[int], object]) -> Iterator[Experience]:
@@ -177,7 +179,9 @@ def _task_metrics(held_out: HeldOut, prefix: str, task: TaskSet, measured: _Meas
             bootstrapped=held_out.bootstrapped,
             detailed=held_out.detailed,
         )
-        lengths = measured.lengths[[row for problem in problems for row in problem]]
-        metrics |= length_metrics(f"{prefix}/{name}/response", lengths, held_out.rewards.max_response_length)
+        chosen = [row for problem in problems for row in problem]
+        lengths, whole = measured.lengths[chosen], measured.whole[chosen]
+        limit = held_out.rewards.max_response_length
+        metrics |= length_metrics(f"{prefix}/{name}/response", lengths, limit, whole)
         metrics[f"{prefix}/{name}/finished_task_count"] = len(problems)
     return metrics

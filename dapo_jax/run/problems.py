@@ -2,9 +2,10 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from dapo_jax.data.prompts import PromptOrder, PromptSet, tokenize_prompts
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow, prompt_identity
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.environments.chat import told_of_tools
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import check_agreement
 from dapo_jax.rewards.verifiers import verifier_for
@@ -71,15 +73,24 @@ class Problems:
         return {"the training prompts": self.train_set.checksum()} | tasks
 
 
-def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True) -> Problems:
-    """The tokenized problems to train on (none without `training`) and the task sets to evaluate on."""
+def read_problems(
+    config: Config, tokenizer: Tokenizer, *, training: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+) -> Problems:
+    """The tokenized problems to train on (none without `training`) and the task sets to evaluate on.
+
+    Args:
+        tools: schemas that the chat template of all prompts is given.
+    """
     data, function = config.data, given_function(config.reward)
-    held_out, tasks = held_out_options(config), parse_tasks(config)
+    held_out = held_out_options(data, config.evaluate, config.reward)
+    tasks = parse_tasks(config.evaluate.tasks, held_out)
     if function == "auto" and data.task == "reasoning_gym":
         function = "reasoning_gym"  # whatever other problems have
     train_rows, eval_rows = _read_rows(data, held_out, config.seed, training=training)
+    train_rows = told_of_tools(train_rows, tools)
     sets = {dataclasses.replace(held_out, reward_function=function): eval_rows}
     sets |= {task: task.read() for task in tasks}
+    sets = {task: told_of_tools(rows, tools) for task, rows in sets.items()}
     sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
     auto = _stands_for_auto([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
 

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -27,6 +27,7 @@ from dapo_jax.rollout.engine import Engine, Pending
 from dapo_jax.rollout.layout import CHUNK, EngineSettings
 from dapo_jax.rollout.responses import Request, StopRule
 from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.run.episodes import Environments, Episodes, always, play
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,21 @@ class Sampler:
     tokenizer: Tokenizer
     engine: Engine
     mesh: Mesh
-    stop: tuple[str, ...]  # a response ends with the first of these strings
+    stop: tuple[str, ...]  # a response, or a turn of it, ends with the first of these strings
     stage: Stage
+    environments: Environments | None = None  # that answer turns; None = a response is one turn
 
     def request(self, weights: Any, num_samples: int, purpose: int, sampling: Sampling, **sizes: Any) -> Request:
         """A request whose responses end at the stop strings; `sizes` are further fields of it."""
         stop = stop_rule(self.tokenizer, self.stop) if self.stop else None
-        return Request(weights, num_samples, purpose, sampling, stop=stop, **sizes)
+        waits = None if self.environments is None else always
+        return Request(weights, num_samples, purpose, sampling, stop=stop, waits=waits, **sizes)
+
+    def prompt_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens of prompts, at most: an environment may add to them."""
+        if self.environments is None or not self.environments.speaks_first:
+            return lengths
+        return np.full(len(lengths), self.environments.max_prompt_length)
 
     def sample(
         self,
@@ -59,7 +68,7 @@ class Sampler:
     ) -> Experience:
         """Verified responses to the prompts with these numbers, all of them together; see `GroupRollout`."""
         lengths = prompts.lengths[[row_of(number) for number in numbers]]
-        request = replace(request, prompt_lengths=lengths, num_prompts=len(numbers))
+        request = replace(request, prompt_lengths=self.prompt_lengths(lengths), num_prompts=len(numbers))
         with closing(GroupRollout(self, request, prompts, row_of, verify)) as rollout:
             rollout.start(numbers)
             found = rollout.wait()
@@ -68,6 +77,16 @@ class Sampler:
 
 
 Verify = Callable[[Sequence[int]], Verification]  # rows of the prompts -> the verdicts on the responses to them
+
+
+class _Started(NamedTuple):
+    """Groups that are being sampled."""
+
+    numbers: Sequence[int]
+    rows: list[int]
+    tokens: list[list[int]]  # of their prompts
+    pending: Pending
+    verification: Verification | Episodes
 
 
 @dataclass
@@ -86,7 +105,7 @@ class GroupRollout:
 
     def __post_init__(self) -> None:
         self.sampled = Sampled()  # complete once the rollout is closed
-        self._started: deque[tuple[Sequence[int], Pending, Verification]] = deque()
+        self._started: deque[_Started] = deque()
 
     @property
     def under_way(self) -> bool:
@@ -98,26 +117,31 @@ class GroupRollout:
         rows, tokens = self._prompts(numbers)
         verification = self.verify(rows)
         with self.sampler.stage("gen"):
+            if self.sampler.environments is not None:
+                sources = [self.prompts.rows[row] for row in rows]
+                verification = Episodes(self.sampler.environments, numbers, sources, tokens, verification)
+                tokens = verification.prompts
             pending = self.sampler.engine.submit(tokens, numbers, self.request, on_finished=verification.begin)
-        self._started.append((numbers, pending, verification))
+        self._started.append(_Started(numbers, rows, tokens, pending, verification))
 
     def wait(self) -> Experience | None:
         """The groups that were started first, with the verdicts on them."""
-        numbers, pending, verification = self._started[0]
+        numbers, rows, tokens, pending, verification = self._started[0]
         with self.sampler.stage("gen"):
+            play([(one.pending, one.verification) for one in self._started if isinstance(one.verification, Episodes)])
             rollout = pending.wait()
         with self.sampler.stage("reward"):
             verdicts = verification.wait()
         self._started.popleft()
-        self.sampled.tokens += int(rollout.mask.sum())
-        rows, tokens = self._prompts(numbers)
-        return groups_of(rollout, tokens, rows, numbers, verification.texts, self.version, verdicts)
+        groups = groups_of(rollout, tokens, rows, numbers, verification.texts, self.version, verdicts)
+        self.sampled.tokens += groups.num_tokens
+        return groups
 
     def close(self) -> None:
         """Gives up what has not been waited for."""
         given_up = self.sampler.engine.give_up()
-        for _, _, verification in self._started:
-            verification.cancel()
+        for one in self._started:
+            one.verification.cancel()
         self.sampled.tokens += given_up.tokens
         self.sampled.aborted, self.sampled.work = given_up.responses, given_up.work
 

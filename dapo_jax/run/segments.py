@@ -16,6 +16,7 @@ from dapo_jax.data.containers import Rollout
 from dapo_jax.data.experience import Experience, concatenate, join, with_records
 from dapo_jax.data.work import total_work
 from dapo_jax.dynamic_sampling.accumulation import Sampled
+from dapo_jax.errors import InputError
 from dapo_jax.rollout.responses import Begun
 from dapo_jax.run.sampler import GroupRollout, groups_of
 
@@ -57,6 +58,11 @@ class SegmentedRollout(GroupRollout):
     begun: Experience | None = field(kw_only=True)  # groups of earlier steps, to continue
 
     def __post_init__(self) -> None:
+        if self.request.waits is not None:  # an end of a turn at the end of a segment would be one of the response
+            raise InputError(
+                f"rollout.segment_length={self.segments.length}: responses that return with tokens of an environment "
+                "must be sampled whole: set it to 0"
+            )
         self.sampled = Sampled()
         self._numbers: list[int] = []
 

@@ -1,6 +1,7 @@
 """Host: the environment command: prints what a bug report needs, as Markdown to paste.
 
     dapo-jax env
+    dapo-jax env check FILE.py:CLASS        plays an episode of an environment; --help says more
 
 Versions, devices, variables and packages that do not fit each other. It works where JAX does not start, and prints no
 variable whose name says that it is secret.
@@ -104,6 +105,12 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["check"]:
+        from dapo_jax.tools import env_check  # what it imports need not start where this report is made
+
+        env_check.main(given[1:])
+        return
     parser = command_parser("dapo-jax env", __doc__)
     parser.parse_args(arguments)
     say(report(os.environ))

@@ -111,12 +111,12 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
 
 
 def _trained_metrics(trained: Experience, data: DataConfig) -> dict[str, float]:
-    lengths, prompt_lengths = trained.mask.sum(axis=-1), np.array([len(prompt) for prompt in trained.prompts])
+    lengths, prompt_lengths = trained.lengths, np.array([len(prompt) for prompt in trained.prompts])
     known = trained.known
     return {
         **statistics.spread("critic/score", trained.scores["seq_reward"][known]),
         **statistics.spread("critic/rewards", trained.final_rewards[known]),
-        **statistics.length_metrics("response", lengths[known], data.max_response_length),
+        **statistics.length_metrics("response", lengths[known], data.max_response_length, trained.mask.sum(-1)[known]),
         **statistics.length_percentiles("response", lengths[known]),
         "response_length/within_prompts": statistics.share_within_prompts(lengths),
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
@@ -135,7 +135,7 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
     kept = int(keep.sum())
     generated = accepted.sampled.tokens
     batch = accepted.experience
-    trained = 0 if batch is None else int(batch.mask[batch.known].sum())
+    trained = 0 if batch is None else int(batch.lengths[batch.known].sum())
     # A step that trains on carried groups alone has sampled nothing, and has no rates.
     rates = {"train/filter_rate": float(np.mean(~keep)), "train/mean_metric_std": float(std.mean())} if rounds else {}
     return rates | {
@@ -171,7 +171,7 @@ def _length_ratio(accepted: Accepted) -> float:
     if not kept or accepted.experience is None:
         return 1.0
     known = accepted.experience.known
-    mean = float(accepted.experience.mask[known].sum() / known.sum())
+    mean = float(accepted.experience.lengths[known].mean())
     return mean / max(float(np.concatenate(kept).mean()), 1e-8)
 
 
@@ -262,7 +262,7 @@ def batch_records(
     metrics |= statistics.balance_metrics(sequence_lengths(batch)[: experience.finished.size], shares)
     histograms = {"critic/advantages": histogram(batch.advantages[batch.loss_mask])}
     if segments is not None:
-        ages = step - 1 - segments.token_versions(experience)[experience.mask]
+        ages = step - 1 - segments.token_versions(experience)[experience.policy_mask]
         metrics |= statistics.spread("sample/token_staleness", ages)
         histograms["sample/token_staleness"] = histogram(ages)
     return metrics, histograms

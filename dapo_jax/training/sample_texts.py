@@ -33,9 +33,9 @@ def step_row(
     if (experience := collected.experience) is not None:
         row["samples"] = trained_texts(experience, rows, tokenizer, wanted=num_samples)
         row["histograms"] = histograms | {
-            "response_length": histogram(experience.mask.sum(axis=-1)),
+            "response_length": histogram(experience.lengths),
             "critic/score": histogram(experience.scores["seq_reward"]),
-            "rollout/logprob": histogram(experience.logprobs[experience.mask]),
+            "rollout/logprob": histogram(experience.logprobs[experience.policy_mask]),
         }
     return row
 
@@ -90,6 +90,6 @@ def _text(
         "prompt": tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
         "response": experience.texts[group][sample],
         "ground_truth": rows[experience.rows[group]].truth_text,
-        "length": int(experience.mask[place].sum()),
+        "length": int(experience.lengths[place]),
         **{name: float(values[place]) for name, values in experience.scores.items() if not np.isnan(values[place])},
     }

@@ -58,12 +58,17 @@ def sample_batch(
     Args:
         progress: of the policy whose weights they are.
     """
+    environments = run.sampler.environments
+    if environments is not None:
+        environments.take_metrics()  # of an evaluation
     accepted = sample_groups(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
     sampled = collect(accepted, run.config.data, run.problems.order)
     if run.config.algorithm.filter_groups.enable and sampled.experience is not None:
         filter_log.log_step(sampled.metrics)
     sampled.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()
     sampled.metrics.update(run.rewards.judge_metrics())
+    if environments is not None:
+        sampled.metrics.update(environments.take_metrics())
     return sampled, accepted.state
 
 
@@ -229,7 +234,7 @@ def open_rollout(run: Run, weights: Any, found: Found, version: int) -> GroupRol
     settings, segments = run.config.rollout, segments_of(run.config.rollout, run.config.data)
     prompts, expected = run.problems.train_set, found.schedule.expected_prompts
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
-    sizes = {"prompt_lengths": prompts.lengths, "num_prompts": expected}
+    sizes = {"prompt_lengths": run.sampler.prompt_lengths(prompts.lengths), "num_prompts": expected}
     request = run.sampler.request(weights, settings.n, TRAIN, sampling, **sizes)
     verify = functools.partial(run.rewards.verify, prompts, num_samples=settings.n)
     parts = run.sampler, request, prompts, run.problems.order.row, verify, version

@@ -42,6 +42,13 @@ def test_only_a_new_or_an_empty_directory_is_written(tmp_path, monkeypatch):
         write(tmp_path / "volume", ["weights"])
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_process_0_says_whether_an_output_is_there(tmp_path, monkeypatch, first):
+    """It may have renamed the directory before another process looks."""
+    monkeypatch.setattr(output_directory, "gather", lambda _: [first, not first])
+    assert output_directory.is_written(tmp_path) == first
+
+
 def test_no_evaluation_is_made_twice_if_missing(tmp_path, monkeypatch, capsys):
     made = []
     monkeypatch.setattr(evaluate, "bench", lambda config, output, **_: made.append(output) or [])

@@ -150,8 +150,9 @@ def test_an_evaluation_is_the_mean_over_verdicts_and_no_number_without_any():
     rest = {"eval/b/finished_task_count": 2.0, "eval/b/score/mean@2": 1.0, "eval/b/acc/mean@2": 1.0}
     assert mean_accuracy(rest) == 1.0 and mean_accuracy(rest | {"eval/a/finished_task_count": 2.0}) is None
     failed = np.array([[True, False]])
-    parts = [_Measured({"score": np.array([[0.0, 1.0]])}, failed, [["", ""]], np.ones((1, 2)))]
-    parts += [_Measured({"score": np.array([[-1.0, NAN]])}, ~failed, [["", ""]], np.ones((1, 2)))]
+    lengths = np.ones((1, 2)), np.ones((1, 2))
+    parts = [_Measured({"score": np.array([[0.0, 1.0]])}, failed, [["", ""]], *lengths)]
+    parts += [_Measured({"score": np.array([[-1.0, NAN]])}, ~failed, [["", ""]], *lengths)]
     np.testing.assert_array_equal(_Measured.join(parts).scores["score"], [[-1.0, 1.0], [-1.0, NAN]])
 
 

@@ -15,8 +15,9 @@ from config_problems import assert_one, config_with, problems
 from small_run import rows_without_clock, small_config
 
 from dapo_jax.command.validation import validate
+from dapo_jax.config.values import with_values
 from dapo_jax.errors import InputError
-from dapo_jax.interface.rewards import with_reward
+from dapo_jax.interface.rewards import reward_options
 from dapo_jax.rewards import session
 from dapo_jax.rewards.session import keep
 from dapo_jax.rewards.verifiers import load_verifier
@@ -145,7 +146,7 @@ def test_a_run_is_that_of_the_same_function_of_a_module_resumed_and_each_part_ha
     def trained(name, function, steps=2):
         parts = {"correct": function, "brief": (f"{tmp_path}/own.py:brief", 0.01)}
         config = small_config(tmp_path / name, **{"trainer.total_training_steps": steps})
-        train(with_reward(config, parts))
+        train(with_values(config, reward_options(parts)))
         return rows_without_clock(tmp_path / name)
 
     own = lambda a, b, c, d: load_verifier("arithmetic")(a, b, c, d)  # noqa: E731

@@ -1,5 +1,6 @@
 """Responses as they grow, also from what an earlier policy has begun."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,6 +45,32 @@ def test_a_stop_string_may_begin_in_what_was_begun():
     assert (
         found.mask.sum() == 4 and found.complete.all() and found.rollout().responses[0, :5].tolist() == [5, 6, 7, 8, 0]
     )
+
+
+def test_what_an_environment_wrote_before_is_not_the_policys():
+    """Of a response that another policy continues: it would be trained on."""
+    before = dataclasses.replace(begun([5, EOS, 7]), by_policy=np.arange(LENGTH)[None] != 2)
+    found = responses(1, begun=before)
+    found.add(chunk([8, EOS]), np.array([0]), 0)
+    by_policy = found.rollout().by_policy
+    assert by_policy is not None and np.flatnonzero(by_policy[0]).tolist() == [0, 1, 3, 4]
+    assert responses(1, begun=begun([5, 6])).rollout().by_policy is None
+
+
+def test_a_stop_string_ends_a_turn_once_and_none_begins_in_what_an_environment_wrote():
+    def stop(tokens, looked_at):  # the tokens 7, 8 next to each other, in what is near the new ones
+        near = max(looked_at - 3, 0)
+        found = [end for end in range(near + 2, len(tokens) + 1) if tokens[end - 2 : end] == [7, 8]]
+        return max(found[0], looked_at + 1) if found else None
+
+    found = responses(1, stop=stop, waits=lambda row, tokens: True)
+    found.add(chunk([6, 7, 8, 9]), np.array([0]), 0)
+    assert found.parked.all() and found.mask.sum() == 3
+    found.append(0, [7])
+    found.add(chunk([8, 9, 9]), np.array([0]), 4)
+    assert not found.parked.any() and found.rollout().responses[0, :7].tolist() == [6, 7, 8, 7, 8, 9, 9]
+    found.add(chunk([7, 8, 9]), np.array([0]), 7)
+    assert found.parked.all() and found.mask.sum() == 9
 
 
 def test_joined_responses_have_the_rows_of_one_after_the_other():

@@ -1,15 +1,21 @@
 """Responses that wait for tokens of an environment and return: the policy's tokens do not depend on when, or where."""
 
+import dataclasses
 import itertools
 
 import jax
 import numpy as np
 import pytest
-from rollout.small_rollouts import FREE, SAMPLES, assert_all_pages_are_free, dense, queues_of
+import small_experts
+from forked import Process, options, run_together, together
+from ports import free_port
+from rollout.small_rollouts import FREE, GREEDY, SAMPLES, Rollouts, assert_all_pages_are_free, dense, queues_of
+from rollout.test_windows import family
 from shapes import mesh_of
 
-from dapo_jax.rollout.responses import Request
-from dapo_jax.rollout.sampling import TRAIN
+from dapo_jax.learner.decode_weights import unstack_layers
+from dapo_jax.rollout.responses import Begun, Request
+from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 
 TURNS = 3
 
@@ -19,27 +25,32 @@ def observation(row: int, turn: int) -> list[int]:
     return [5 + (7 * row + 3 * turn + i) % 40 for i in range((row + 5 * turn) % 12)] + [2 + row % 4]
 
 
-def played(kind, mesh=None, *, delay=0, **changes):
-    """Episodes of TURNS observations to the first 6 prompts; an answer takes `delay` chunks times a row's number."""
-    engine = dense().engine(kind, mesh, **changes)
+def played(kind, mesh=None, *, rollouts=None, sampling=FREE, purpose=TRAIN, begun=None, delay=0, **changes):
+    """Episodes of TURNS observations to the first 6 prompts; an answer takes `delay` chunks times a row's number.
+
+    Args:
+        begun: responses to continue, and how many observations each has had.
+    """
+    rollouts = rollouts or dense()
+    engine = rollouts.engine(kind, mesh, **changes)
     turns, asked, clock, handed = np.zeros(6 * SAMPLES, int), {}, itertools.count(), []
+    prompts, numbers, samples, given = rollouts.prompts[:6], list(rollouts.numbers[:6]), SAMPLES, {}
+    lengths = rollouts.prompt_lengths
+    if begun is not None:
+        turns[:] = begun[1]
+        prompts, numbers, samples = [[one for one in of for _ in range(SAMPLES)] for of in (prompts, numbers)] + [1]
+        lengths = np.array(list(map(len, prompts))) + begun[0].mask.sum(axis=1)
+        given = {"begun": Begun(np.tile(np.arange(SAMPLES), 6), begun[0])}
 
     def waits(row, tokens):
         asked[row] = next(clock) + delay * (row % 5)
         return turns[row] < TURNS
 
-    request = Request(
-        dense().on(engine.settings.mesh),
-        SAMPLES,
-        TRAIN,
-        FREE,
-        prompt_lengths=dense().prompt_lengths,
-        num_prompts=6,
-        waits=waits,
-    )
+    sizes = {"prompt_lengths": lengths, "num_prompts": len(prompts)}
+    request = Request(rollouts.on(engine.settings.mesh), samples, purpose, sampling, **sizes, waits=waits)
     with jax.set_mesh(engine.settings.mesh):
         on_finished = lambda rows, _: handed.extend(rows.tolist())  # noqa: E731
-        pending = engine.submit(dense().prompts[:6], range(6), request, on_finished=on_finished)
+        pending = engine.submit(prompts, numbers, request, on_finished=on_finished, **given)
         while engine.step() or pending.parked.size:
             now = next(clock)
             for row in pending.parked.tolist():
@@ -80,10 +91,10 @@ def expected():
     return rollout
 
 
-def assert_equal(found, expected):
+def assert_equal(found, expected, tolerance=1e-5):
     for name in ("responses", "mask", "by_policy", "finished"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=tolerance)
 
 
 def test_the_policys_tokens_are_those_of_one_pass_over_the_whole_chat(expected):
@@ -136,3 +147,106 @@ def test_rows_that_nobody_answers_are_named():
         found = pending.wait()
     engine.close()
     assert found.by_policy is None and np.flatnonzero(found.finished).tolist() == parked
+
+
+@pytest.mark.short("stretches")
+@pytest.mark.parametrize("kind", ["stretches", "pages"])
+@pytest.mark.parametrize(
+    ("sampling", "purpose"),
+    [
+        (GREEDY, EVALUATE),
+        (Sampling.create(0.7, 0.9, 30, min_length=9), TRAIN),
+        (Sampling.create(1.0, 0.8, -1), EVALUATE),
+    ],
+    ids=["greedy", "limited", "nucleus"],
+)
+def test_other_draws_and_purposes(kind, sampling, purpose):
+    found, turns = played(kind, sampling=sampling, purpose=purpose, max_num_seqs=7, lookahead=1, delay=2)
+    assert turns.any() and (found.mask & ~found.by_policy).any()
+    dense().assert_tokens_drawn(found, sampling, purpose=purpose)
+
+
+@pytest.mark.slow
+@pytest.mark.long("stretches", "gemma2")
+@pytest.mark.parametrize("name", ["gemma2_softcap", "gemma3", "mistral_sliding"])
+@pytest.mark.parametrize("kind", ["pages", "stretches"])
+def test_layers_with_windows(kind, name):
+    """Such rows leave pages behind, so they are read again from their prompt."""
+    found, turns = played(kind, rollouts=family(name), max_num_seqs=7, lookahead=1, delay=3)
+    assert turns.sum() > 20
+    family(name).assert_tokens_drawn(found, FREE)
+
+
+@pytest.mark.slow
+@pytest.mark.long("stretches")
+@pytest.mark.parametrize("kind", ["pages", "stretches"])
+def test_the_experts_of_an_environments_tokens_are_recorded(kind):
+    params = jax.device_get(unstack_layers(small_experts.params(), small_experts.ARCH))
+    model = small_experts.ARCH, params, small_experts.PROMPTS, small_experts.EOS
+    rollouts = Rollouts(*model, length=40, width=16, numbers=small_experts.NUMBERS, tolerance=1e-4)
+    choices = {"choices": small_experts.ARCH.choices}
+    found, turns = played(kind, rollouts=rollouts, max_num_seqs=7, lookahead=1, delay=3, **choices)
+    assert turns.sum() > 20
+    for row in range(len(turns)):
+        prompt, response = rollouts.prompts[row // SAMPLES], found.responses[row][found.mask[row]].tolist()
+        chosen = small_experts.chosen_by_forward((*prompt, *response), 64)
+        np.testing.assert_array_equal(found.prompt_experts[row // SAMPLES], chosen[: len(prompt)])
+        np.testing.assert_array_equal(found.experts[row], chosen[len(prompt) : -1])
+
+
+def cut(rollout):
+    """What responses begin with, to the end of the first observation, or three tokens; and how many observations."""
+    given = rollout.mask & ~rollout.by_policy
+    lengths, counts = rollout.mask.sum(axis=1), []
+    for row, first in enumerate(given.argmax(axis=1)):
+        after = first + len(observation(row, 1)) if given[row].any() else 3
+        counts.append(min(after, lengths[row] - 1))
+    kept = rollout.mask & (np.arange(rollout.mask.shape[1]) < np.array(counts)[:, None])
+    tokens, logprobs = (np.where(kept, array, 0) for array in (rollout.responses, rollout.logprobs))
+    begun = dataclasses.replace(rollout, responses=tokens, mask=kept, logprobs=logprobs)
+    return dataclasses.replace(begun, by_policy=rollout.by_policy & kept, work=None), given.any(axis=1).astype(int)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stretches", "pages"])
+def test_what_another_policy_has_begun_returns_too(kind, expected):
+    """With the same weights, the response is that of one call; with others, what follows is theirs."""
+    begun = cut(expected)
+    assert_equal(played(kind, begun=begun, max_num_seqs=7, lookahead=1, delay=2)[0], expected)
+    weights = jax.tree.map(lambda leaf: leaf * 0.8, dense().params)
+    changed = dataclasses.replace(dense(), params=weights)
+    found, _ = played(kind, rollouts=changed, begun=begun, max_num_seqs=7)
+    kept = begun[0].mask
+    np.testing.assert_array_equal(found.responses[kept], expected.responses[kept])
+    np.testing.assert_array_equal(found.by_policy[kept], expected.by_policy[kept])
+    assert (found.responses != expected.responses).any()
+    changed.assert_tokens_drawn(dataclasses.replace(found, by_policy=found.by_policy & ~kept), FREE)
+
+
+OF_PROCESSES = """
+import sys
+import jax, numpy as np
+from dapo_jax.command.command_line import command
+
+with command(sys.argv):
+    from rollout.test_returns import played
+    from shapes import mesh_of
+    for kind in ("pages", "stretches"):
+        found, _ = played(kind, mesh_of((1, 2, 1)), lookahead=1, delay=2)
+        names = "responses", "mask", "logprobs", "finished", "by_policy"
+        file = {folder!r} + f"/{{kind}}.{{jax.process_index()}}"
+        np.savez(file, **{{name: getattr(found, name) for name in names}})
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_answer_alike_draw_alike(tmp_path, expected):
+    port, code = free_port(), OF_PROCESSES.format(folder=str(tmp_path))
+    started = [Process(code, options(together(port, process)), {"JAX_NUM_CPU_DEVICES": "1"}) for process in range(2)]
+    ended = run_together(started)
+    assert [one.code for one in ended] == [0, 0], ended
+    files = sorted(tmp_path.glob("*.npz"))
+    assert len(files) == 4
+    for file in files:
+        with np.load(file) as arrays:
+            assert_equal(dataclasses.replace(expected, **dict(arrays)), expected)

@@ -169,6 +169,7 @@ FORGED = {  # messages that are no answers
     "no_text": forged({}, ["12"]),
     "long_text": forged({}, "1" * 10_000),
     "beyond_float32": forged({"score": 1e300}),
+    "below_float32": forged({"score": -1e300}),
     "many": forged({str(i): 0.0 for i in range(200)}),
 }
 CUT = {  # of which more is announced than comes

@@ -1,0 +1,1 @@
+"""Environments and tools: what answers the turns of a policy, in worker processes."""

@@ -1,0 +1,115 @@
+"""Host: what the environment says, as tokens that follow the policy's own.
+
+The policy's tokens are never encoded again. An observation is encoded once, by itself: the text by which the chat
+template goes on after a turn of the assistant. That works for templates which write earlier turns as they were.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dapo_jax.config.sections import DataConfig, EnvironmentConfig
+from dapo_jax.data.chat_template import Conversation, render
+from dapo_jax.data.prompts import truncate
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.environments.protocol import Messages
+from dapo_jax.errors import InputError
+
+OBSERVATION = "{observation}"
+ASKED = {"role": "user", "content": "?"}
+ANSWERED = "It is so."
+THOUGHT = f"<think>\nWhy?\n</think>\n\n{ANSWERED}"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Observations as tokens.
+
+    Args:
+        tools: schemas that the chat template is given.
+    """
+
+    tokenizer: Tokenizer
+    data: DataConfig
+    settings: EnvironmentConfig
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def turn_template(self) -> str:
+        """Text after a turn, instead of the chat template's; "" = that of the template."""
+        given = self.settings.turn_template
+        return given or (OBSERVATION if self.tokenizer.chat_template is None else "")
+
+    def check(self) -> None:
+        """Raises InputError if the template does not write earlier turns as they were, or the option has no place."""
+        option = f"environment.turn_template={self.settings.turn_template!r}"
+        if self.turn_template:
+            if self.turn_template.count(OBSERVATION) != 1:
+                raise InputError(f"{option} must have {OBSERVATION} once, in the place of what the environment says")
+            return
+        said = [{"role": "tool" if self.tools else "user", "name": "tool", "content": "Go on."}]
+        for answer in (ANSWERED, THOUGHT):
+            turn = {"role": "assistant", "content": answer}
+            begins = self._rendered([ASKED]) + answer
+            one = self._rendered([ASKED, turn, *said])
+            two = self._rendered([ASKED, turn, *said, turn, *said])
+            goes_on = one.removeprefix(begins)
+            if not one.startswith(begins) or two != one + answer + goes_on:
+                raise InputError(
+                    "environment: the chat template must write earlier turns of the assistant as they were, but "
+                    f"changes them once another message follows ({answer!r} becomes part of {two!r:.300}): state what "
+                    f"follows a turn by environment.turn_template, with {OBSERVATION} where the environment speaks"
+                )
+
+    def prompt(self, row: PromptRow, said: Messages) -> list[int]:
+        """The row's prompt, and what the environment says at the start."""
+        shortened = self.cut(said)[0]
+        if isinstance(row.prompt, str):
+            prompt: Any = row.prompt + "".join(message["content"] for message in shortened)
+        else:
+            prompt = [*row.prompt, *shortened]
+        return self.tokenizer.encode_prompts([prompt], self.data, template_kwargs=[row.template_kwargs])[0]
+
+    def continuation(self, said: Messages, *, ended: bool) -> list[int]:
+        """The tokens between two turns of the policy, without its end token if it has drawn that."""
+        if self.turn_template:
+            text = self.turn_template.replace(OBSERVATION, "\n".join(message["content"] for message in said))
+        else:
+            turn = {"role": "assistant", "content": ANSWERED}
+            text = self._rendered([ASKED, turn, *said]).removeprefix(self._rendered([ASKED]) + ANSWERED)
+        tokens = self.tokenizer.encode(text)
+        return tokens[1:] if ended and tokens and tokens[0] in self.tokenizer.eos_ids else tokens
+
+    def cut(self, said: Messages) -> tuple[Messages, int]:
+        """Messages of at most environment.max_observation_length tokens each, and how many were longer."""
+        limit, side, found, longer = self.settings.max_observation_length, self.settings.observation_truncation, [], 0
+        for message in said:
+            tokens = self.tokenizer.encode(message["content"])
+            if len(tokens) > limit:
+                longer += 1
+                side = self.settings.observation_truncation
+                message = {**message, "content": self.tokenizer.decode(truncate(tokens, limit, side))}
+            found.append(message)
+        return found, longer
+
+    def text_of(self, turn: Sequence[int]) -> str:
+        """A turn as the environment reads it: with special tokens, but without the end."""
+        kept = [token for token in turn if token not in self.tokenizer.eos_ids]
+        return self.tokenizer.decode(kept, skip_special_tokens=False)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        arguments = json.loads(self.data.chat_template_kwargs) | ({"tools": list(self.tools)} if self.tools else {})
+        chat = Conversation(messages, self.tokenizer.special_tokens, arguments)
+        return render(self.tokenizer.chat_template or "", [chat])[0]
+
+
+def told_of_tools(rows: Sequence[PromptRow], tools: Sequence[Mapping[str, Any]]) -> list[PromptRow]:
+    """The rows with the tools in the variables of their chat template, but for prompts of plain text."""
+    return [
+        row
+        if isinstance(row.prompt, str) or not tools
+        else replace(row, template_kwargs={"tools": list(tools), **row.template_kwargs})
+        for row in rows
+    ]

@@ -1,0 +1,86 @@
+"""Host: what an episode is given, what it has earned, and the trial of an environment before a run."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.environments.pool import EnvironmentPool, Play
+from dapo_jax.environments.protocol import Fault, Reply
+from dapo_jax.errors import InputError
+
+SALT = 0x656E76  # keeps the seeds of environments apart from other draws
+TRUTHS = ("ground_truth", "answer", "solution")  # columns that users of TRL name so, unless they exist
+TRIAL = "A first try."
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of all episodes of a prompt number: a group begins in one state."""
+    return int(np.random.SeedSequence([seed, SALT, number]).generate_state(1)[0])
+
+
+def columns_of(row: PromptRow) -> dict[str, Any]:
+    """What `reset` gets of a row, by name."""
+    return dict.fromkeys(TRUTHS, row.ground_truth) | {"data_source": row.data_source} | row.columns
+
+
+@dataclass
+class Earned:
+    """What an episode was given so far.
+
+    Args:
+        sums: environment.reward=sum, else the last step's counts.
+    """
+
+    sums: bool
+    reward: float = 0.0
+    numbers: dict[str, float] = field(default_factory=dict)  # of the last info that has each
+    turns: int = 0
+    calls: int = 0
+    invalid: int = 0
+
+    def take(self, reply: Reply) -> None:
+        """The reply to a turn, or to the end: what `get_reward` says is the reward of the whole episode."""
+        self.turns += not reply.ends
+        self.calls += reply.calls
+        self.invalid += reply.invalid
+        self.numbers |= reply.numbers
+        if reply.reward is not None:
+            self.reward = self.reward + reply.reward if self.sums and not reply.ends else reply.reward
+
+    @property
+    def verdict(self) -> dict[str, float]:
+        """Named numbers as a verifier returns them; acc is the reward unless the environment says it."""
+        return {"score": self.reward, "acc": self.reward} | self.numbers | {"num_turns": float(self.turns)}
+
+
+def try_on(pool: EnvironmentPool, row: PromptRow, seed: int) -> list[Reply]:
+    """Plays the start and one turn, twice with one seed: what was said.
+
+    Raises:
+        InputError: it fails, or is not the same both times.
+    """
+    plays: list[Play] = []
+    try:
+        for _ in range(2):
+            play, first = pool.begin(seed, columns_of(row))
+            plays.append(play)
+            first.result()
+            pool.step(play, TRIAL).result()
+            if pool.description.tools and pool.description.rewards:
+                pool.finish(play).result()
+    except Fault as fault:
+        raise InputError(
+            f"the environment failed on a trial episode for {row.origin} with {fault}: correct it (dapo-jax env check "
+            "plays one)"
+        ) from fault
+    finally:
+        for play in plays:
+            pool.end(play)
+    if plays[0].replies != plays[1].replies:
+        raise InputError(
+            f"the environment says something else in a second episode for {row.origin} with the same seed: let it draw "
+            "from the seed alone, as the episodes of a group must begin alike"
+        )
+    return plays[0].replies

@@ -1,0 +1,111 @@
+"""Observations as tokens: the chat template's own text between two turns, which no policy token depends on."""
+
+import string
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.config.sections import DataConfig, EnvironmentConfig
+from dapo_jax.data.chat_template import Conversation, render
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import character_tokenizer, piece_tokenizer
+from dapo_jax.environments.chat import Chat, told_of_tools
+from dapo_jax.errors import InputError
+from dapo_jax.tools import env_check
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+FILE = Path(__file__).with_name("played.py")
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"properties": {}}}}
+USER = {"role": "user", "content": "Play."}
+TURN = {"role": "assistant", "content": "left"}
+
+
+def said(text, role="user"):
+    return [{"role": role, "name": "f", "content": text}]
+
+
+def tokenizer_of(template):
+    text = template if "{%" in template else (TEMPLATES / f"{template}.jinja").read_text()
+    pattern = r"<\|im_start\|>|<\|im_end\|>|<eos>|[\s\S]"
+    found = piece_tokenizer(["<|im_start|>", "<|im_end|>", *string.printable], pattern, text)
+    return type(found)(**{**vars(found), "eos_ids": (*found.eos_ids, found.encode("<|im_end|>")[0])})
+
+
+def chat_of(template, tools=(), **settings):
+    return Chat(tokenizer_of(template), DataConfig(), EnvironmentConfig(**settings), tools)
+
+
+@pytest.mark.parametrize(("template", "tools"), [("chatml", ()), ("qwen3", (TOOL,)), (env_check.CHATML, ())])
+def test_the_tokens_of_a_whole_chat_are_those_of_its_template(template, tools):
+    chat = chat_of(template, tools)
+    chat.check()
+    role, tokenizer = "tool" if tools else "user", chat.tokenizer
+    row = told_of_tools([PromptRow((USER,), "s", "t", {})], tools)[0]
+    between = chat.continuation(said("go on", role), ended=True)
+    end = tokenizer.encode("<|im_end|>" if template != env_check.CHATML else "<eos>")
+    found = [*chat.prompt(row, []), *tokenizer.encode("left"), *end, *between, *tokenizer.encode("left")]
+    messages = [USER, TURN, *said("go on", role)]
+    given = {"tools": list(tools)} if tools else {}
+    text = render(tokenizer.chat_template or "", [Conversation(messages, tokenizer.special_tokens, given)])[0]
+    assert found == tokenizer.encode(text + "left")
+    assert chat.continuation(said("go on", role), ended=False) == [*end, *between], "an end that was not drawn"
+
+
+def test_a_template_that_changes_earlier_turns_is_refused_and_the_option_is_the_cure():
+    with pytest.raises(InputError, match=r"must write earlier turns of the assistant as they were(?s:.*)turn_template"):
+        chat_of("qwen3").check()  # thoughts before the last message of a user are left out
+    template = "<|im_end|>\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n"
+    stated = chat_of("qwen3", turn_template=template)
+    stated.check()
+    expected = stated.tokenizer.encode(template.replace("{observation}", "go"))
+    assert stated.continuation(said("go"), ended=True) == expected[1:]
+    with pytest.raises(InputError, match=r"environment.turn_template='Go on' must have \{observation\} once"):
+        chat_of("chatml", turn_template="Go on").check()
+
+
+def test_a_model_without_a_template_gets_the_observation_as_it_is():
+    base = character_tokenizer()
+    base = type(base)(**{**vars(base), "chat_template": None})
+    chat = Chat(base, DataConfig(), EnvironmentConfig())
+    chat.check()
+    assert chat.continuation(said("ok\n"), ended=True) == base.encode("ok\n")
+    assert chat.prompt(PromptRow("1 + 1", "s", "2", {}), said(" =")) == base.encode("1 + 1 =")
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "cd"), ("right", "ab"), ("middle", "ad")])
+def test_a_long_observation_is_cut_on_the_stated_side_and_counted(side, kept):
+    chat = chat_of("chatml", max_observation_length=2, observation_truncation=side)
+    assert chat.cut([*said("abcd"), *said("xy")]) == ([*said(kept), *said("xy")], 1)
+
+
+def test_what_the_environment_reads_of_a_turn_has_no_end_but_other_special_tokens():
+    chat = chat_of("chatml")
+    turn = chat.tokenizer.encode("<|im_start|>up<|im_end|>")
+    assert chat.text_of(turn) == "<|im_start|>up" and chat.text_of(turn[-1:]) == ""
+
+
+def test_the_check_command_prints_who_wrote_each_token(capsys):
+    env_check.main([f"{FILE}:Guess", "--row", '{"hint": "odd"}', "--turns", "3", "--seed", "3"])
+    lines = capsys.readouterr().out.splitlines()
+    begins = [line.partition(",")[0] for line in lines if line and line[0] != " "]
+    assert begins == ["prompt", *["policy", "environment"] * 2, "policy", "ended done: score 0"]
+    assert sum("tokens to train on:" in line for line in lines) == 3
+    assert any(line.startswith("  reward 0; acc 0, noise") for line in lines)
+    assert "'g' 'u' 'e' 's' 's' ' ' '1' '.' '.' '9'" in " ".join(line.strip() for line in lines)
+    env_check.main([f"{FILE}:Desk", "--row", '{"answer": "3*4"}', "--turns", "2"])
+    printed = capsys.readouterr().out
+    assert "1 calls" in printed and "ended done: score 0, acc 0, num_turns 2" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is nothing to check"),
+        ([f"{FILE}:NoReset"], "it has no reset: add it"),
+        ([f"{FILE}:Guess", "--row", "[1]"], "--row=[1] must be a JSON object"),
+    ],
+)
+def test_the_check_command_refuses_with_one_message(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        env_check.main(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err

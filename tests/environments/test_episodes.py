@@ -1,0 +1,169 @@
+"""Episodes in whole runs of a random two-layer model: exact, whatever the environment's timing."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from environments.played import Sums
+from small_run import assert_same_policy, resumed, rows_without_clock, small_config
+
+import dapo_jax as dx
+from dapo_jax.command.validation import validate
+from dapo_jax.environments.protocol import Reply
+from dapo_jax.errors import InputError
+from dapo_jax.evaluate.evaluate import bench
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.parallel.processes import SharedFailure
+from dapo_jax.training.loop import train
+
+FILE = Path(__file__).with_name("played.py")
+STEPS = {"trainer.total_training_steps": 2, "trainer.val_before_train": False, "trainer.test_freq": -1}
+LONG = {"data.max_response_length": 24, "environment.turn_template": "\n{observation} ="}
+
+
+def config_of(folder, name="Sums", *, arguments=None, **changes):
+    options = {"environment.path": f"{FILE}:{name}", "environment.num_workers": 1, **LONG}
+    options |= {"environment.arguments": json.dumps(arguments)} if arguments else {}
+    return small_config(folder, **{**options, **changes})
+
+
+@functools.cache
+def generated(**changes):
+    """Episodes to three sums."""
+    with dx.Policy(config_of("unused", **changes)) as policy:
+        return policy.generate([[{"role": "user", "content": f"{n} + 1 ="}] for n in range(3)], n=4, environment=Sums)
+
+
+def without_episodes(rows):
+    own = "environment/", "num_turns", "observation_tokens"
+    return [{name: value for name, value in row.items() if not any(part in name for part in own)} for row in rows]
+
+
+@pytest.mark.slow
+def test_an_episode_of_one_turn_equals_the_plain_run_to_the_bit(tmp_path):
+    function = {"reward.function": f"{FILE}:score"}
+    expected = train(small_config(tmp_path / "plain", **STEPS, **function))
+    found = train(config_of(tmp_path / "episodes", "OneTurn", **{**STEPS, "data.max_response_length": 4}))
+    assert_same_policy(found, jax.device_get(expected.actor.params))
+    plain, rows = (rows_without_clock(tmp_path / name) for name in ("plain", "episodes"))
+    assert without_episodes(rows) == plain
+    assert rows[-1]["rollout/num_turns/mean"] == 1 and rows[-1]["environment/ended_by_done"] > 0
+
+
+def test_what_the_environment_said_is_in_the_chat_and_not_the_policys():
+    samples = generated()
+    given = samples.mask & ~samples.by_policy
+    assert given.any() and not samples.logprobs[given].any() and (samples.logprobs[samples.by_policy] < 0).all()
+    assert samples.scores["observation_tokens"].tolist() == given.sum(axis=-1).tolist()
+    turns = samples.scores["num_turns"]
+    assert (
+        turns.max() == 3
+        and turns.min() >= 1
+        and set(samples.scores) == {*("score", "acc", "num_turns", "observation_tokens")}
+    )
+    arrays = (array.reshape(12, -1) for array in (samples.tokens, samples.by_policy, given))
+    for tokens, own, said in zip(*arrays, strict=True):
+        starts = np.flatnonzero(said & ~np.roll(said, 1))
+        assert all(tokens[start - 1] == 1 and own[start - 1] for start in starts), "after the end of a turn"
+
+
+def test_slots_and_chunks_change_no_token_or_reward():
+    expected = generated()
+    for changes in (
+        {"rollout.n": 4, "rollout.max_num_seqs": 8},
+        {"rollout.decode_chunk_length": 4, "environment.num_workers": 3},
+    ):
+        found = generated(**changes)
+        for name in ("tokens", "mask", "by_policy", "finished"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+        np.testing.assert_equal(found.scores, expected.scores)
+
+
+@pytest.mark.slow
+def test_a_tool_that_sleeps_for_random_times_changes_no_bit_and_a_killed_run_resumes(tmp_path, monkeypatch):
+    quick = train(config_of(tmp_path / "quick", **STEPS))
+    slow = train(config_of(tmp_path / "slow", arguments={"most_s": 0.02}, **{**STEPS, "environment.num_workers": 4}))
+    assert_same_policy(slow, jax.device_get(quick.actor.params))
+    rows, expected = (rows_without_clock(tmp_path / name) for name in ("slow", "quick"))
+    assert rows == expected and rows[-1]["rollout/num_turns/mean"] > 1
+    changes = {"environment.path": f"{FILE}:Sums", "environment.arguments": '{"most_s": 0.02}', **LONG}
+    resumed(tmp_path, monkeypatch, {**changes, "trainer.total_training_steps": 4})
+
+
+@pytest.mark.slow
+def test_the_first_observation_joins_the_prompt_and_evaluation_plays_episodes_too(tmp_path):
+    arguments = {"first": "now: "}
+    evaluated = {"trainer.total_training_steps": 1, "trainer.test_freq": 1, "trainer.val_before_train": False}
+    train(config_of(tmp_path, arguments=arguments, **{**evaluated, "monitor.num_samples": 2}))
+    row = read_metrics(tmp_path)[-1]
+    assert row["eval/arithmetic/num_turns/mean@4"] > 1 and row["rollout/acc/mean"] >= 0
+    text = (tmp_path / "samples" / "1.jsonl").read_text() if (tmp_path / "samples" / "1.jsonl").exists() else ""
+    assert not text or "now: " in text
+    config = config_of(tmp_path / "later", arguments=arguments, **{"model.path": str(tmp_path)})
+    (found,) = bench(config, tmp_path / "bench")
+    assert found["metrics"]["bench/arithmetic/num_turns/mean@4"] > 1
+
+
+@pytest.mark.slow
+def test_tools_without_rewards_leave_them_to_the_reward_function(tmp_path):
+    changes = {"environment.tools": (f"{FILE}:twice",), "environment.path": "", "reward.function": f"{FILE}:score"}
+    train(config_of(tmp_path, **{**STEPS, **changes, "trainer.total_training_steps": 1}))
+    row = read_metrics(tmp_path)[-1]
+    assert row["rollout/num_turns/mean"] == 1 and row["rollout/score/max"] >= 0 and row["environment/calls"] > 0
+
+
+@pytest.mark.slow
+def test_a_group_in_which_the_environment_fails_is_left_out_and_if_all_do_the_run_ends(tmp_path, monkeypatch):
+    once, every = {**STEPS, "trainer.total_training_steps": 1}, " ".join(map(str, range(20)))
+    with pytest.raises(InputError, match="failed on a trial episode for .* with RuntimeError: out of order"):
+        train(config_of(tmp_path / "refused", arguments={"fails_on": every}, **once))
+    monkeypatch.setattr("dapo_jax.run.parts.try_on", lambda *given: [Reply()])
+    train(config_of(tmp_path / "some", arguments={"fails_on": "1 2 3"}, **once))
+    row = read_metrics(tmp_path / "some")[-1]
+    assert row["environment/faults"] > 0 and row["environment/ended_by_fault"] > 0 and row["reward/num_missing"] > 0
+    with pytest.raises(SharedFailure, match="the environment failed on all .* with RuntimeError: out of order"):
+        train(config_of(tmp_path / "all", arguments={"fails_on": every}, **once))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.segment_length": 4}, "rollout.segment_length=4 cannot be combined with environment.path yet"),
+        ({"algorithm.filter_groups.leftover": "carry"}, "leftover=carry saves none of it"),
+        ({"algorithm.adv_estimator": "cpo"}, "adv_estimator=cpo writes prompts of its own"),
+        (
+            {"trainer.num_processes": 2, "trainer.coordinator": "a:1", "trainer.process_id": 0},
+            "cannot be combined with",
+        ),
+        ({"environment.path": "Lake"}, "environment.path='Lake' must be FILE.py:CLASS"),
+        ({"environment.tools": ("twice",)}, "environment.tools='twice' must be FILE.py:FUNCTION"),
+        ({"environment.path": "", "environment.max_turns": 2}, "is not read without environment.path or"),
+        ({"environment.path": "python:Gone"}, "environment.path='python:Gone' is a function of the Python session"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_a_device(changes, message):
+    with pytest.raises(InputError, match=message):
+        validate(config_of("unused", **changes))
+
+
+def test_rewards_of_the_environment_and_of_a_function_exclude_each_other(tmp_path):
+    with pytest.raises(InputError, match="which gives rewards itself"):
+        train(config_of(tmp_path, **{"reward.function": f"{FILE}:score"}))
+    with dx.Policy(config_of("unused")) as policy, pytest.raises(InputError, match="max_tokens=3 does not go with"):
+        policy.generate(["1 + 1 ="], environment=Sums, max_tokens=3)
+
+
+@pytest.mark.slow
+def test_train_takes_a_class_and_functions(tmp_path):
+    class Local(Sums):
+        pass
+
+    config = config_of(tmp_path, **{**STEPS, "environment.path": "", "trainer.total_training_steps": 1})
+    result = dx.train(config, environment=Local)
+    assert result.config.environment.path == "python:Local" and result.records[-1]["environment/calls"] > 0
+    with pytest.raises(InputError, match="tools must be a list of functions"):
+        dx.train(config, tools=print)  # pyright: ignore[reportArgumentType]
