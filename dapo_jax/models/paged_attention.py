@@ -8,6 +8,8 @@ of a row in the order of their tokens; several rows may list the same page. One 
 gives its parts (arXiv:2205.14135, section 3.1), which are then merged.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -16,48 +18,85 @@ from flax import struct
 
 from dapo_jax.models.attention import MASKED, capped, matmul
 
+QUERIES = 64  # of a key-value head that read a prompt together, at most
+
+
+def most_together(groups: int) -> int:
+    """Rows with one prompt that read it together, at most, where a key-value head has so many query heads."""
+    return max(QUERIES // groups, 1)
+
 
 @struct.dataclass
 class SoftmaxParts:
-    """Attention to some of the keys, before it is divided by the sum of the weights; float32."""
+    """Attention to some of the keys, before it is divided by the sum of the weights; float32. [B, N], or other axes."""
 
     weighted: jax.Array  # [B, N, H] sum of exp(score - highest) * value
     total: jax.Array  # [B, N] sum of exp(score - highest); 0 without keys
     highest: jax.Array  # [B, N] of the scores; MASKED without keys
 
 
-class AttendPages(Protocol):
-    """Attention to the tokens starts <= t < ends of each row's pages: token t is number t % C of page table[t // C].
+@struct.dataclass
+class Runs:
+    """Rows one behind the other that share a prompt, at most `most_together`: a kernel may read it once for a run."""
 
-    No place of the table from `ends` on is read. A row has no keys if it starts where it ends, or later.
+    firsts: jax.Array  # [B] int32, the first row of each run
+    lengths: jax.Array  # [B] int32, its rows; 0 = there is no such run
+    ends: jax.Array  # [B] int32, of each row: its tokens before this one are those of its prompt
+
+
+@struct.dataclass
+class Reads:
+    """What rows see of their pages: tokens starts <= t < ends, where token t is number t % C of page table[t // C].
+
+    No place of the table from `ends` on is read. A row sees nothing if it starts where it ends, or later.
+    """
+
+    table: jax.Array  # [B, M] int32
+    starts: jax.Array  # [B] int32
+    ends: jax.Array  # [B] int32
+    runs: Runs | None = None
+
+
+class AttendPages(Protocol):
+    """Attention of a token of each row to its pages and to the first index + 1 tokens of its tail.
+
+    Args:
+        window: of tokens that end with the one at `index`; only the tail is cut here, pages are by `reads`.
+        cap: as in Scores.
+
+    Returns:
+        [B, N, H] float32.
     """
 
     def __call__(
         self,
         query: jax.Array,  # [B, N, H]
         pages: jax.Array,  # [A, K, C, 2H]
-        table: jax.Array,  # [B, M] int32
-        starts: jax.Array,  # [B] int32
-        ends: jax.Array,  # [B] int32
+        tail: jax.Array,  # [B, K, C, 2H]
+        index: jax.Array,  # int32
+        reads: Reads,
         *,
-        cap: float | None = None,  # as in Scores
-    ) -> SoftmaxParts: ...
+        window: int | None = None,
+        cap: float | None = None,
+    ) -> jax.Array: ...
 
 
 def attend_gathered(
     query: jax.Array,
     pages: jax.Array,
-    table: jax.Array,
-    starts: jax.Array,
-    ends: jax.Array,
+    tail: jax.Array,
+    index: jax.Array,
+    reads: Reads,
     *,
+    window: int | None = None,
     cap: float | None = None,
-) -> SoftmaxParts:
+) -> jax.Array:
     """An `AttendPages` that copies the pages of every row, as many as the table has places: where no kernel fits."""
-    found = jnp.moveaxis(pages[table], 1, 2)  # [B, K, M, C, 2H]
+    found = jnp.moveaxis(pages[reads.table], 1, 2)  # [B, K, M, C, 2H]
     found = found.reshape(*found.shape[:2], -1, found.shape[-1])
     tokens = jnp.arange(found.shape[2])
-    return _attend(query, found, (starts[:, None] <= tokens) & (tokens < ends[:, None]), cap)
+    visible = (reads.starts[:, None] <= tokens) & (tokens < reads.ends[:, None])
+    return merged([_attend(query, found, visible, cap), attend_tail(query, tail, index, window, cap)])
 
 
 def attend_tail(
@@ -75,13 +114,13 @@ def attend_tail(
     return _attend(query, tail, visible[None], cap)
 
 
-def merged(one: SoftmaxParts, other: SoftmaxParts) -> jax.Array:
-    """Attention [B, N, H] to the keys of both; at least one of them has some."""
-    highest = jnp.maximum(one.highest, other.highest)
-    one_scale, other_scale = jnp.exp(one.highest - highest), jnp.exp(other.highest - highest)
-    total = one.total * one_scale + other.total * other_scale
-    weighted = one.weighted * one_scale[..., None] + other.weighted * other_scale[..., None]
-    return weighted / total[..., None]
+def merged(parts: Sequence[SoftmaxParts]) -> jax.Array:
+    """Attention [..., H] to the keys of all parts; at least one of them has some."""
+    highest = functools.reduce(jnp.maximum, [part.highest for part in parts])
+    scales = [jnp.exp(part.highest - highest) for part in parts]
+    total = sum(part.total * scale for part, scale in zip(parts, scales, strict=True))
+    weighted = sum(part.weighted * scale[..., None] for part, scale in zip(parts, scales, strict=True))
+    return weighted / jnp.asarray(total)[..., None]
 
 
 def _attend(query: jax.Array, keys_and_values: jax.Array, visible: jax.Array, cap: float | None) -> SoftmaxParts:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dapo_jax.models.attention import MASKED, capped
-from dapo_jax.models.paged_attention import SoftmaxParts
+from dapo_jax.models.paged_attention import Reads, SoftmaxParts, attend_tail, merged
 
 BLOCK = 512  # tokens that are computed at once; fewer if two blocks need more than ...
 BUFFER = 2**23  # bytes, half of what a v5e has for a kernel
@@ -23,19 +23,33 @@ LEAST_ROWS = 16  # of an operand of a product
 def attend(
     query: jax.Array,
     pages: jax.Array,
+    tail: jax.Array,
+    index: jax.Array,
+    reads: Reads,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """An `AttendPages`; H is a multiple of 64, C of 16.
+
+    Args:
+        interpret: run the kernel in Pallas' interpreter, on any device.
+    """
+    found = _attend_pages(query, pages, reads.table, reads.starts, reads.ends, cap=cap, interpret=interpret)
+    return merged([found, attend_tail(query, tail, index, window, cap)])
+
+
+def _attend_pages(
+    query: jax.Array,
+    pages: jax.Array,
     table: jax.Array,
     starts: jax.Array,
     ends: jax.Array,
     *,
-    cap: float | None = None,
-    interpret: bool = False,
+    cap: float | None,
+    interpret: bool,
 ) -> SoftmaxParts:
-    """An `AttendPages`; H is a multiple of 64, C of 16.
-
-    Args:
-        cap: as in Scores.
-        interpret: run the kernel in Pallas' interpreter, on any device.
-    """
     (rows, heads, size), (_, kv_heads, page_length, width) = query.shape, pages.shape
     groups = heads // kv_heads
     padded = -(-groups // LEAST_ROWS) * LEAST_ROWS

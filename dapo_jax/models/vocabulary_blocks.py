@@ -6,6 +6,7 @@ the logits is needed on a TPU, and none of them leaves its device along "tensor"
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import capped, matmul
@@ -14,6 +15,15 @@ from dapo_jax.models.transformer import head_table
 
 BLOCK = 128  # tokens
 TABLES = "embedding", "head"
+
+
+@struct.dataclass
+class BlockSums:
+    """Logits, and what a draw of any token needs to know of each block; float32."""
+
+    logits: jax.Array  # [B, n, BLOCK]
+    highest: jax.Array  # [B, n]
+    totals: jax.Array  # [B, n] sum of exp(logit - highest of the block)
 
 
 def with_whole_blocks(params: Params, shards: int) -> Params:

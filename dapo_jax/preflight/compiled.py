@@ -14,6 +14,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.learner.trainable import HOST
 from dapo_jax.parallel.compilation import compile_ahead
 from dapo_jax.preflight.hlo_costs import Costs, program_costs
+from dapo_jax.preflight.hlo_products import Pairs
 
 TEMPORARIES = "temporaries"  # of a call
 # What lies in a device's memory for longer than a call.
@@ -34,8 +35,7 @@ class Program:
     inside: Sizes  # arguments and results that outlive the call
     beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
     # scores that a kernel of attention computes for a bin and a head; None = those on and below the diagonal.
-    # Of paged attention, all keys that the rows of a device read.
-    pairs: float | None = None
+    pairs: Pairs = None
 
     @property
     def key(self) -> tuple[Any, ...]:

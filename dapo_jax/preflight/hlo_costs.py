@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dapo_jax.preflight.hlo_products import product_flops, unread_bytes
+from dapo_jax.preflight.calibration import Kernel, kind_of
+from dapo_jax.preflight.hlo_products import Pairs, product_flops, unread_bytes
 from dapo_jax.preflight.hlo_text import Instruction, Shape, first_group, parse
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -42,11 +43,17 @@ class Costs:
     bytes: float = 0.0  # read from and written to the device's main memory
     collectives: tuple[Collective, ...] = ()
     unknown: tuple[str, ...] = ()  # what could not be counted: loops of unknown length, unknown kernels
+    kernels: tuple[tuple[Kernel, float], ...] = ()  # that are launched, and how often
 
     @property
     def sent(self) -> float:
         """Bytes that the device sends to other devices."""
         return sum(collective.bytes for collective in self.collectives)
+
+    @property
+    def launches(self) -> float:
+        """Kernels that run one after the other."""
+        return sum(times for _, times in self.kernels)
 
 
 @dataclass
@@ -58,6 +65,7 @@ class _Total:
     )
     unknown: set[str] = field(default_factory=set)
     channels: set[tuple] = field(default_factory=set)
+    kernels: dict[Kernel, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, other: "_Total") -> None:
         self.flops += other.flops
@@ -67,9 +75,11 @@ class _Total:
             self.collectives[key][1] += sent
         self.unknown |= other.unknown
         self.channels |= other.channels
+        for kernel, times in other.kernels.items():
+            self.kernels[kernel] += times
 
 
-def program_costs(text: str, hosts: Sequence[int], pairs: float | None = None) -> Costs:
+def program_costs(text: str, hosts: Sequence[int], pairs: Pairs = None) -> Costs:
     """The costs of a program.
 
     Args:
@@ -81,7 +91,7 @@ def program_costs(text: str, hosts: Sequence[int], pairs: float | None = None) -
     total = _Total()
     _Counter(computations, hosts, total, pairs).visit(entry, 1.0)
     collectives = tuple(Collective(*key, *values) for key, values in sorted(total.collectives.items()))
-    return Costs(total.flops, total.bytes, collectives, tuple(sorted(total.unknown)))
+    return Costs(total.flops, total.bytes, collectives, tuple(sorted(total.unknown)), tuple(total.kernels.items()))
 
 
 class _Counter:
@@ -90,14 +100,14 @@ class _Counter:
         computations: Mapping[str, Mapping[str, Instruction]],
         hosts: Sequence[int],
         total: _Total,
-        pairs: float | None,
+        pairs: Pairs,
     ) -> None:
         self.computations, self.hosts, self.total, self.pairs = computations, hosts, total, pairs
 
     def visit(self, name: str, times: float, *, fused: bool = False) -> None:
         """Adds a computation that runs `times` times. Inside a fusion, nothing goes through memory."""
         for instruction in self.computations[name].values():
-            op = instruction.op.removesuffix("-start")
+            op, before = instruction.op.removesuffix("-start"), self.total.flops
             if op in COLLECTIVES:
                 self._collective(op, instruction, name, times)
             if op == "while":
@@ -121,8 +131,10 @@ class _Counter:
                 if flops is None:
                     self.total.unknown.add(f"FLOPs of {instruction.target}")
                 self.total.flops += times * (flops or 0.0)
-            if not fused:
-                self.total.bytes += times * self._bytes(instruction, name)
+            if not fused and (moved := self._bytes(instruction, name)):
+                self.total.bytes += times * moved
+                flops = (self.total.flops - before) / times
+                self.total.kernels[Kernel(kind_of(instruction, flops), flops, moved)] += times
 
     def _alone(self, branch: str, times: float) -> _Total:
         total = _Total(channels=set(self.total.channels))

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dapo_jax.preflight.hlo_text import Instruction, Shape
 
@@ -13,11 +13,25 @@ PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of [T, H] and [H, T], or [T, T] and 
 TREE = re.compile(r"tree_attention_(fwd|dq|dkv)")
 CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
-PAGED = "paged_attention/pallas_call"
+PAGED = re.compile(r"paged_attention(_of_runs)?/pallas_call")
+BLOCK_SUMS = "block_sums/pallas_call"
 FLOATS = ("bf16", "f16", "f32")
 
 
-def product_flops(instruction: Instruction, operands: Sequence[Shape], pairs: float | None = None) -> float | None:
+@dataclass(frozen=True)
+class PagedKeys:
+    """Keys in pages that the rows of a device see at a token."""
+
+    seen: float  # in the mean layer; of these ...
+    own: float  # ... those that no run reads
+    prompts: float  # in a layer without a window, those of prompts; they are ...
+    read: float  # ... so many, if each run reads them once
+
+
+Pairs = float | PagedKeys | None  # see `Program.pairs`
+
+
+def product_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pairs = None) -> float | None:
     """FLOPs of a dot, a convolution or a custom call; None for an unknown kernel that contains products.
 
     Args:
@@ -34,13 +48,17 @@ def product_flops(instruction: Instruction, operands: Sequence[Shape], pairs: fl
     return 2.0 * math.prod(output.sizes) * math.prod(sizes)
 
 
-def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: float | None) -> float | None:
+def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pairs) -> float | None:
     estimate = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.attributes)
     if estimate:
         return float(estimate[1])
-    if pairs is not None and PAGED in instruction.attributes:
-        query, _ = _query_and_pages(operands)
-        return PRODUCTS["fwd"] * 2.0 * pairs * math.prod(query.sizes[1:])
+    if isinstance(pairs, PagedKeys) and PAGED.search(instruction.attributes):
+        query, _, rows = _query_and_pages(operands)
+        return PRODUCTS["fwd"] * 2.0 * _paged_keys(instruction, pairs)[0] * math.prod(query.sizes) / rows
+    pairs = None if isinstance(pairs, PagedKeys) else pairs
+    if BLOCK_SUMS in instruction.attributes:
+        table, hidden = (shape for shape in operands if len(shape.sizes) == 2)
+        return 2.0 * math.prod(table.sizes) * hidden.sizes[0]
     if splash := SPLASH.match(instruction.name):
         query = next(shape for shape in operands if len(shape.sizes) >= 3 and shape.kind in FLOATS)
         return _attention(PRODUCTS[splash[1]], query, pairs)
@@ -54,18 +72,34 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: fl
     return None if re.search("tpu_custom_call|gemm|cudnn", instruction.target) else 0.0
 
 
-def unread_bytes(instruction: Instruction, operands: Sequence[Shape], pairs: float | None) -> float:
-    """Bytes of the pages that a kernel of paged attention does not read; 0 for any other instruction."""
-    if pairs is None or PAGED not in instruction.attributes:
+def unread_bytes(instruction: Instruction, operands: Sequence[Shape], pairs: Pairs) -> float:
+    """Bytes of the pages and the tail that a kernel of paged attention does not read; 0 for any other instruction.
+
+    Of a tail of C tokens, a kernel reads those up to the newest: from 1 to C.
+    """
+    if not isinstance(pairs, PagedKeys) or not PAGED.search(instruction.attributes):
         return 0.0
-    _, pages = _query_and_pages(operands)
-    num_pages, _, page_length, _ = pages.sizes
-    return pages.bytes * (1 - pairs / (num_pages * page_length))
+    query, pages, _ = _query_and_pages(operands)
+    _, read = _paged_keys(instruction, pairs)
+    tails = [shape for shape in operands if len(shape.sizes) == 4 and shape not in (query, pages)]
+    unread = sum(tail.bytes * (1 - 1 / tail.sizes[2]) / 2 for tail in tails)
+    return unread + pages.bytes * (1 - read / (pages.sizes[0] * pages.sizes[2]))
 
 
-def _query_and_pages(operands: Sequence[Shape]) -> list[Shape]:
-    """The operands of paged attention with four axes: [B, K, G, H] and [A, K, C, 2H]."""
-    return [shape for shape in operands if len(shape.sizes) == 4]
+def _paged_keys(instruction: Instruction, keys: PagedKeys) -> tuple[float, float]:
+    """The keys that a kernel of paged attention scores, and that it reads."""
+    if "paged_attention_of_runs" in instruction.attributes:
+        return keys.prompts, keys.read
+    return (keys.own, keys.own) if "triton" in instruction.target else (keys.seen, keys.seen)
+
+
+def _query_and_pages(operands: Sequence[Shape]) -> tuple[Shape, Shape, int]:
+    """Operands of paged attention, and the rows: [B, K, G, H] or [K, B * G, H], and [A, K, C, 2H]."""
+    by_head, by_row = ([shape for shape in operands if len(shape.sizes) == axes] for axes in (3, 4))
+    if not by_head:
+        return by_row[0], by_row[1], by_row[0].sizes[0]
+    table = next(shape for shape in operands if len(shape.sizes) == 2)
+    return by_head[0], by_row[0], table.sizes[0]
 
 
 def _attention(products: int, query: Shape, pairs: float | None) -> float:

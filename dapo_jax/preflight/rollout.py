@@ -7,10 +7,12 @@ import numpy as np
 
 from dapo_jax.data.work import Work, total_work
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.flops import token_flops
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import Params
 from dapo_jax.preflight.compiled import CACHE, DECODING, Program, device_bytes
-from dapo_jax.rollout.layout import EngineSettings, Layout, cache_dtype, choose_layout
+from dapo_jax.preflight.hlo_products import PagedKeys
+from dapo_jax.rollout.layout import EngineSettings, Layout, Shape, cache_dtype, choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.queue import Counting, Queue, needed_work
@@ -129,10 +131,18 @@ def _programs(calls: Calls, counted: Counting, weights: Params) -> Iterator[Prog
         else:
             name = f"{shape.slots} slots a shard, {layout.pages} pages"
             if not counted.gathers:
-                pairs = counted.pages[shape] * layout.page_length / (chunks * layout.shards) if chunks else 0.0
+                pairs = _paged_keys(counted, shape, layout, calls.settings.arch)
         yield Program(
             "decode", f"decode {name}", chunks, lambda shape=shape: calls.lower_decode(shape), held, pairs=pairs
         )
+
+
+def _paged_keys(counted: Counting, shape: Shape, layout: Layout, arch: Architecture) -> PagedKeys:
+    """Those of a device, in the mean chunk of this shape."""
+    seen, prompts, read = counted.pages[shape], counted.prompt_pages[shape], counted.run_pages[shape]
+    own = seen - token_flops(arch).mean(lambda window: prompts if window is None else 0)
+    tokens = layout.page_length / (max(counted.decodes[shape], 1) * layout.shards)
+    return PagedKeys(seen * tokens, own * tokens, prompts * tokens, read * tokens)
 
 
 class KnownLengths:

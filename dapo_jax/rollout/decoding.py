@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.transformer import Params
-from dapo_jax.models.vocabulary_blocks import block_logits
+from dapo_jax.models.vocabulary_blocks import BlockSums, block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import constrain
-from dapo_jax.rollout.sampling import Sampling, keys_of, sample
+from dapo_jax.rollout.sampling import Sampling, keys_of, sample, sample_of_blocks
 
 ROWS, HEADS = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")  # of what each row has; of keys and values
 
@@ -68,6 +68,7 @@ class Plan:
     table: Any  # [b, M] int32, pages of the prompt, then its own; the place of its prompt for stretches
     destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
     windows: Any  # of layers with a window, as in queue.Seen; None = no layer has one
+    runs: Any = None  # of rows with one prompt, as in queue.Together; None for stretches
     given: Any = None  # [b, C] int32, tokens that are not drawn but taken as they are, -1 = drawn; None = all are drawn
 
 
@@ -130,7 +131,9 @@ def prefill(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices", "limits"), donate_argnames=("held",)
+    jax.jit,
+    static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices", "limits", "block_sums"),
+    donate_argnames=("held",),
 )
 def decode(
     params: Params,
@@ -146,12 +149,14 @@ def decode(
     pad_id: int,
     choices: Choices | None = None,
     limits: bool = True,
+    block_sums: Callable[..., BlockSums] | None = None,
 ) -> tuple[Held, Chunk]:
     """Draws `num_tokens` for each of the plan's slots; finished rows draw padding.
 
     Args:
         seed, purpose, choices: as in `prefill`.
         limits: as in `sample`.
+        block_sums: a kernel for the logits, where `limits` is False, see vocabulary_blocks_gpu.py.
     """
     idle, begins = plan.numbers < 0, plan.sources < 0
     keys = keys_of(seed, purpose, plan.numbers, plan.samples)
@@ -164,8 +169,12 @@ def decode(
         attend, layers = functools.partial(cache.attend, index), list(zip(cache.fixed, carried, strict=True))
         places = plan.prompt_lengths - 1 + plan.sampled + index
         hidden, layers, experts = transformer.decode(attend, params, tokens, places, layers, arch)
-        logits = block_logits(params, hidden, arch)
-        drawn, logprobs = sample(logits, keys, plan.begun + plan.sampled + index, sampling, eos_ids, limits=limits)
+        position = plan.begun + plan.sampled + index
+        if block_sums is not None:
+            drawn, logprobs = sample_of_blocks(block_sums(params, hidden, sampling.temperature, arch), keys, position)
+        else:
+            logits = block_logits(params, hidden, arch)
+            drawn, logprobs = sample(logits, keys, position, sampling, eos_ids, limits=limits)
         ended = jnp.isin(drawn, jnp.array(eos_ids, jnp.int32))
         if plan.given is not None:
             given = plan.given[:, index]

@@ -94,6 +94,7 @@ class QueueDevices(Counting):
             table=turn.table,
             destinations=turn.destinations,
             windows=turn.windows,
+            runs=turn.runs,
             given=self._given(turn) if self.layout.returns else None,
         )
         program = self.programs.get(*self._program(turn.shape))

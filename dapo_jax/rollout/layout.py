@@ -11,7 +11,7 @@ from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.attention import queries_at_once
-from dapo_jax.models.paged_attention import AttendPages, attend_gathered
+from dapo_jax.models.paged_attention import AttendPages, attend_gathered, most_together
 from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.rollout.lengths import LengthHistory
@@ -83,6 +83,7 @@ class Layout:
     stretches: tuple[int, ...] = ()  # tokens that a row draws of which a slot may hold the keys, ascending; () = pages
     window_pages: int = 0  # of a shard and a layer with a window, with page 0; 0 = no layer has one
     reach: int = 0  # pages that a window reaches behind a chunk
+    together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row
     returns: bool = False  # rows may wait for tokens that the policy does not write, and return
 
     @property
@@ -260,7 +261,8 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
         )
     ladder = rungs(slots, FEW_STEPS if history.evenness() >= EQUAL else STEPS, least=ROW_MULTIPLE)
     held = pages, length, length, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
-    return Layout(sizes.num_samples, sizes.shards, ladder, *held)
+    together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
+    return Layout(sizes.num_samples, sizes.shards, ladder, *held, together)
 
 
 def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -> int:

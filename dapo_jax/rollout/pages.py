@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.paged_attention import AttendPages, attend_tail, merged
+from dapo_jax.models.paged_attention import AttendPages, Reads, Runs
 from dapo_jax.parallel.sharding import constrain
 from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out
 
@@ -43,25 +44,24 @@ class Pages:
         cached = plan.prompt_lengths - 1  # tokens of the prompt in its pages, which end with the last of them
         starts = -cached % page_length
         ends = jnp.where(plan.numbers < 0, 0, cached + starts + plan.sampled)
-        attend_each = jax.shard_map(
-            functools.partial(self.attend, cap=arch.attention_cap),
-            in_specs=(HEADS, HEADS, ROWS, ROWS, ROWS),
-            out_specs=HEADS,
-            check_vma=False,
-        )
+        runs = None
+        if plan.runs is not None:
+            ends_of_prompts = jnp.where(plan.numbers < 0, 0, cached + starts)
+            runs = Runs(plan.runs.firsts, plan.runs.lengths, ends_of_prompts)
+        spec = HEADS, HEADS, HEADS, PartitionSpec(), ROWS
 
         def attend(index, kind, layer, query, key, value):
             held, tail = layer
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
             tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
-            table, first, last = plan.table, starts, ends
+            reads = Reads(plan.table, starts, ends, runs)
             if kind.window is not None:
                 before = plan.windows.first * page_length  # tokens in pages that the table of windows does not have
-                table = plan.windows.table
-                first, last = jnp.maximum(starts, ends + index - kind.window + 1) - before, ends - before
-            paged = attend_each(query[:, 0], held, table, first, last)
-            newest = attend_tail(query[:, 0], tail, index, kind.window, arch.attention_cap)
-            return merged(paged, newest)[:, None], (held, tail)
+                first = jnp.maximum(starts, ends + index - kind.window + 1) - before
+                reads = Reads(plan.windows.table, first, ends - before)
+            of_kind = functools.partial(self.attend, window=kind.window, cap=arch.attention_cap)
+            of_shard = jax.shard_map(of_kind, in_specs=spec, out_specs=HEADS, check_vma=False)
+            return of_shard(query[:, 0], held, tail, index, reads)[:, None], (held, tail)
 
         def closed(tails: list[jax.Array]) -> Pages:
             layers = [

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from dapo_jax.models import paged_attention_gpu
 from dapo_jax.models.paged_attention import AttendPages
 from dapo_jax.models.transformer import Params
+from dapo_jax.models.vocabulary_blocks_gpu import INNER, block_sums
 from dapo_jax.parallel.sharding import batch_sharding, replicated
 from dapo_jax.rollout.decoding import HEADS, ROWS, FirstDraws, Held, Plan, decode, prefill
 from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, Shape, cache_dtype
 from dapo_jax.rollout.pages import empty_pages
-from dapo_jax.rollout.queue import Seen
+from dapo_jax.rollout.queue import Seen, Together
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.stretches import empty_stretches
 
@@ -58,7 +60,10 @@ class Calls:
     @property
     def decode(self) -> functools.partial:
         """`decoding.decode`."""
+        arch = self.settings.arch
+        is_plain = self.attend is paged_attention_gpu.attend and not self.limits and arch.hidden_size % INNER == 0
         sizes = {"num_tokens": self.layout.chunk, "pad_id": self.settings.pad_id, "limits": self.limits}
+        sizes["block_sums"] = block_sums if is_plain else None
         return functools.partial(decode, **sizes, **self.prefill.keywords)
 
     def held(self, shape: Shape | None = None) -> Held:
@@ -92,7 +97,8 @@ class Calls:
         row, table = self._rows(used), self._rows(used, layout.row_pages)
         windows = Seen(self._rows(used, layout.reach), row, row) if layout.reach else None
         given = self._rows(used, layout.chunk) if layout.returns else None
-        plan = Plan(row, row, row, row, row, row, row, table, row, windows, given)
+        runs = Together(row, row) if layout.together else None
+        plan = Plan(row, row, row, row, row, row, row, table, row, windows, runs, given)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.settings.mesh))
         held = self.held(shape if layout.stretches else None)
         return _lower(self.decode, self.params, held, plan, ANY_SAMPLING, number, number)

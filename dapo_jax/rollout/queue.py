@@ -37,6 +37,22 @@ class Seen(NamedTuple):
     destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
 
 
+class Together(NamedTuple):
+    """Runs of rows with one prompt, in arrays of the host or of the devices; each shard's own, and its first rows."""
+
+    firsts: Any  # [b] int32, the first slot of each run among those of its shard
+    lengths: Any  # [b] int32, its rows; 0 = there is no such run
+
+
+class PagesSeen(NamedTuple):
+    """Pages that rows see in a chunk, on all shards."""
+
+    full: int  # in a layer without a window; of these ...
+    prompts: int  # ... those of prompts, which are ...
+    runs: int  # ... so many, if each run reads them once
+    window: int  # in a layer with a window
+
+
 class Turn(NamedTuple):
     """A chunk of decoding. Arrays are those of `decoding.Plan`, b slots on all shards."""
 
@@ -47,8 +63,8 @@ class Turn(NamedTuple):
     table: np.ndarray  # [b, M]
     destinations: np.ndarray  # [b]
     windows: Seen | None
-    pages: int  # that rows read, on all shards
-    window_pages: int  # that they read in layers with a window
+    runs: Together | None
+    pages: PagesSeen
 
 
 class Counting:
@@ -63,7 +79,9 @@ class Counting:
         self.computed = {"prefill": 0.0, "decode": 0.0}  # operations
         self.decodes: Counter[Shape] = Counter()  # chunks
         self.prefills: Counter[PrefillSize] = Counter()  # calls
-        self.pages: Counter[Shape] = Counter()  # read in these chunks, on all shards, in the mean layer
+        self.pages: Counter[Shape] = Counter()  # seen in these chunks, on all shards, in the mean layer
+        self.prompt_pages: Counter[Shape] = Counter()  # of these those of prompts, in a layer without a window ...
+        self.run_pages: Counter[Shape] = Counter()  # ... once for each run
 
     def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> tuple[Any, np.ndarray] | None:
         """Prefills prompts in a call of this shape; the first tokens that it draws, and their rows, -1 = none."""
@@ -77,7 +95,7 @@ class Counting:
         """Decodes a chunk and returns it."""
         layout, flops = self.layout, token_flops(self.arch)
         slots = turn.shape.slots * layout.shards
-        full, window = turn.pages, turn.window_pages
+        full, prompts, runs, window = turn.pages
         if self.gathers:
             full, window = slots * layout.row_pages, slots * layout.reach
         pages = flops.mean(lambda kind: full if kind is None else window)
@@ -87,6 +105,8 @@ class Counting:
         self.computed["decode"] += layout.chunk * (slots * (flops.layers + flops.head) + keys * flops.pair)
         self.decodes[turn.shape] += 1
         self.pages[turn.shape] += pages
+        self.prompt_pages[turn.shape] += prompts
+        self.run_pages[turn.shape] += runs
         return layout.chunk
 
     def take_work(self, needed: Mapping[str, float] | None = None) -> dict[str, Work]:
@@ -208,22 +228,30 @@ class Queue:
         rows, sources = np.full(used, -1), np.full(used, -1, np.int32)
         sampled, destinations, first, window_destinations = np.zeros((4, used), np.int32)
         table, seen = np.zeros((used, layout.row_pages), np.int32), np.zeros((used, layout.reach), np.int32)
-        pages = window_pages = 0
+        runs = Together(*np.zeros((2, used), np.int32)) if layout.together else None
+        pages = window_pages = prompt_pages = run_pages = 0
         for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
-            for slot, row in zip(_places(shard.live, slots), shard.live, strict=True):
+            live, places = shard.live, _places(shard.live, slots)
+            if runs is not None:
+                live, places = sorted(shard.live, key=lambda row: row.number), list(range(len(shard.live)))
+                for number, (begin, length) in enumerate(_runs(live, layout), index * slots):
+                    runs.firsts[number], runs.lengths[number] = begin, length
+                    run_pages += live[begin].prompt_pages
+            for slot, row in zip(places, live, strict=True):
                 place, held = index * slots + slot, shard.held(row)
                 rows[place], sources[place], sampled[place] = row.number, row.slot, row.sampled
                 table[place], seen[place, : len(row.seen)] = row.table, row.seen
                 first[place] = held - len(row.seen)
                 pages, window_pages = pages + held, window_pages + len(row.seen)
+                prompt_pages += row.prompt_pages
                 new = given.get(row.number, Granted())
                 destinations[place], window_destinations[place] = new
                 shard.advance(row, slot, new)
         longest = int(sampled.max()) - layout.prefilled + layout.chunk
         self._stretch = next((width for width in layout.stretches if width >= max(longest, self._stretch)), 0)
         windows = Seen(seen, first, window_destinations) if layout.reach else None
-        shape = Shape(slots, self._stretch)
-        return Turn(shape, rows, sources, sampled, table, destinations, windows, pages, window_pages)
+        read = PagesSeen(pages, prompt_pages, run_pages, window_pages)
+        return Turn(Shape(slots, self._stretch), rows, sources, sampled, table, destinations, windows, runs, read)
 
 
 def _places(live: Sequence[Row], slots: int) -> list[int]:
@@ -231,6 +259,15 @@ def _places(live: Sequence[Row], slots: int) -> list[int]:
     kept = {row.slot for row in live if 0 <= row.slot < slots}
     free = iter([slot for slot in range(slots) if slot not in kept])
     return [row.slot if row.slot in kept else next(free) for row in live]
+
+
+def _runs(rows: Sequence[Row], layout: Layout) -> list[tuple[int, int]]:
+    """The first of each run and how many it has, at most layout.together; rows are in the order of their prompts."""
+    found, most = [], layout.together
+    for count in Counter(row.number // layout.num_samples for row in rows).values():
+        begin = sum(found[-1]) if found else 0
+        found += [(begin + done, min(count - done, most)) for done in range(0, count, most)]
+    return found
 
 
 def prefill_calls(layout: Layout, opened: Sequence[Opened]) -> Iterator[tuple[PrefillSize, list[Opened]]]:

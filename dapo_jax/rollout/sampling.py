@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from dapo_jax.models.vocabulary_blocks import BLOCK, tokens_of_blocks
+from dapo_jax.models.vocabulary_blocks import BLOCK, BlockSums, tokens_of_blocks
 
 # Purposes: the first part of an address after the seed.
 TRAIN, EVALUATE, BASELINE, SELECT = range(4)
@@ -126,11 +126,31 @@ def sample(
 
     totals = _totals(weigh(logits, tokens_of_blocks(logits)))
     mass = jnp.where(is_limited, mass, jnp.sum(totals, axis=-1))
+    tokens = inverse_cdf(totals, weights_in, jnp.where(sampling.greedy, 0.0, _uniform(keys, position)))
+    return tokens, _chosen(logits, tokens) - highest[:, 0, 0] - jnp.log(mass)
+
+
+def sample_of_blocks(sums: BlockSums, keys: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`sample` where every token may be drawn, from logits that are divided by the temperature: reads a block a row."""
+    highest = jnp.max(sums.highest, axis=1, keepdims=True)
+    totals = sums.totals * jnp.exp(sums.highest - highest)
+
+    def weights_in(block: jax.Array) -> jax.Array:
+        return jnp.exp(jnp.take_along_axis(sums.logits, block[:, None, None], axis=1)[:, 0] - highest)
+
+    tokens = inverse_cdf(totals, weights_in, _uniform(keys, position))
+    return tokens, _chosen(sums.logits, tokens) - highest[:, 0] - jnp.log(jnp.sum(totals, axis=-1))
+
+
+def _uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
+    """[B] in [0, 1), of each row's address."""
     positions = jnp.broadcast_to(position, keys.shape)
-    uniform = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
-    tokens = inverse_cdf(totals, weights_in, jnp.where(sampling.greedy, 0.0, uniform))
-    chosen = logits[jnp.arange(len(tokens)), tokens // BLOCK, tokens % BLOCK] - highest[:, 0, 0]
-    return tokens, chosen - jnp.log(mass)
+    return jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
+
+
+def _chosen(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The logit [B] of each row's token."""
+    return logits[jnp.arange(len(tokens)), tokens // BLOCK, tokens % BLOCK]
 
 
 def inverse_cdf(totals: jax.Array, weights_in: Callable[[jax.Array], jax.Array], uniform: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from dapo_jax.data.containers import Bins
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.attention import Scores
 from dapo_jax.models.fused_attention import bin_attention, kernels, unfit
+from dapo_jax.models.paged_attention import Reads, Runs
 from dapo_jax.parallel.mesh import BATCH_AXES, platform
 
 SCORES = {"window": Scores(300), "cap": Scores(cap=50.0), "window and cap": Scores(300, 50.0)}
@@ -54,12 +55,18 @@ def _pages(parts: Parts, size: int) -> jax.stages.Lowered:
     attend = (paged_attention_tpu if platform(parts.mesh) == "tpu" else paged_attention_gpu).attend
     heads = PartitionSpec(BATCH_AXES, "tensor")
     on_each_device = jax.shard_map(
-        functools.partial(attend, cap=50.0), in_specs=(heads, heads, ROWS, ROWS, ROWS), out_specs=heads, check_vma=False
+        functools.partial(attend, cap=50.0),
+        in_specs=(heads, heads, heads, PartitionSpec(), ROWS),
+        out_specs=heads,
+        check_vma=False,
     )
     query = _array(parts, (16, 32, size), jnp.bfloat16, heads)
-    pages = _array(parts, (64, 32, PAGE, 2 * size), jnp.bfloat16, heads)  # 16 key-value heads on a device: the most
+    # 16 key-value heads on a device: the most
+    pages, tail = (_array(parts, (number, 32, PAGE, 2 * size), jnp.bfloat16, heads) for number in (64, 16))
     table, number = (_array(parts, shape, jnp.int32, ROWS) for shape in ((16, 8), (16,)))
-    return jax.jit(on_each_device).lower(query, pages, table, number, number)
+    index = _array(parts, (), jnp.int32, PartitionSpec())
+    reads = Reads(table, number, number, Runs(number, number, number))
+    return jax.jit(on_each_device).lower(query, pages, tail, index, reads)
 
 
 def _array(parts: Parts, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:

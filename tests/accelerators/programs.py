@@ -94,7 +94,7 @@ def parts_of(config: Config, topology: str, *, devices: tuple[int, int] = (0, 8)
     there = _devices(topology)[slice(*devices)]
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     mesh = make_mesh(*sizes, there, in_order=len(there) < 8)
-    return Parts(config, read_shape(config), Meshes(with_tensor(mesh, config.mesh.train_tensor), mesh))
+    return Parts(config, read_shape(config.model), Meshes(with_tensor(mesh, config.mesh.train_tensor), mesh))
 
 
 @functools.cache
@@ -128,6 +128,13 @@ def engine(parts: Parts, pages: int | None = None) -> Iterator[Program]:
     yield "prefill", lambda: calls.lower_prefill(calls.layout.prefills[-1])
     for slots in calls.layout.ladder:
         yield f"decode {slots} slots", functools.partial(calls.lower_decode, Shape(slots))
+
+
+def decoding(parts: Parts) -> Iterator[Program]:
+    """A chunk in all slots, of rows that may draw any token, with prompts as long as they may be."""
+    prompts = np.full(parts.config.data.train_batch_size, parts.config.data.max_prompt_length)
+    calls = replace(engine_calls(parts, prompts), limits=False)
+    yield "decode", lambda: calls.lower_decode(calls.layout.first_shape)
 
 
 def gathered(parts: Parts) -> Iterator[Program]:

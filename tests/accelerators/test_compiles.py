@@ -8,11 +8,12 @@ from pathlib import Path
 import jax
 import pytest
 from accelerators.cases import CASES, DECODE, H100, UPDATE, V5E, Case, config_of
-from accelerators.programs import engine, engine_calls, parts_of, step, wide_types
+from accelerators.programs import decoding, engine, engine_calls, parts_of, step, wide_types
 from scatters import unordered
 
 from dapo_jax.parallel.compilation import compile_ahead, program_key
 from dapo_jax.preflight.hlo_costs import program_costs
+from dapo_jax.preflight.hlo_products import PagedKeys
 
 KEPT = os.environ["DAPO_JAX_ACCELERATORS"]
 DISTINCT = "teacher's most likely tokens"  # the case whose loss gathers several logits of a token: no two are the same
@@ -126,6 +127,44 @@ def test_bytes_and_products_of_an_update(size, bytes_, flops, compiled):
     (program,) = programs.values()
     costs = program_costs(program.text, [0], pairs=19165184)
     assert costs.bytes <= bytes_ and costs.flops <= flops and not costs.unknown
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "needed", "most", "kernels"),
+    [("0.5b", 3072, 13.07e9, 2.0, 12), ("1.5b", 1536, 17.18e9, 1.6, 12), ("0.5b", 256, 1.99e9, 2.0, 13)],
+)
+def test_bytes_and_kernels_of_a_decoded_token(size, rows, needed, most, kernels, compiled):
+    """The mean token of responses of 512 tokens to prompts of 512, 8 of each, on one H100, by JAX 0.10.2.
+
+    Needed are the weights, the keys and values of each row, and those of each prompt once.
+    """
+    alone = dict.fromkeys(("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.train_tensor"), 1)
+    lengths = {
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "rollout.n": 8,
+        "data.train_batch_size": rows // 8,
+    }
+    changes = alone | lengths | {"rollout.max_num_seqs": rows, "rollout.decode_chunk_length": 32}
+    [programs] = compiled("h100:1", Case(f"{rows} rows", decoding, changes, family=f"qwen2.5-{size}"))
+    (program,) = programs.values()
+    own, prompts = rows * 240.0, rows * 512.0
+    costs = program_costs(program.text, [0], pairs=PagedKeys(own + prompts, own, prompts, prompts / 8))
+    layers = {"0.5b": 24, "1.5b": 28}[size]
+    assert costs.bytes <= 32 * most * needed and not costs.unknown
+    assert costs.launches <= 32 * (kernels * layers + 28)
+
+
+@pytest.mark.parametrize(("topology", "gathers"), [(H100, 7), (V5E, 6)])
+def test_the_input_of_matrices_is_gathered_once_in_each_pass(topology, gathers, compiled):
+    """Over "tensor": a layer's two forward; backward these, two cotangents, and on GPUs the norms' gradients."""
+    mesh, counts = {"mesh.data": 1, "mesh.fsdp": 4, "model.remat_policy": "full"}, []
+    deep = [Case(f"{layers} layers", UPDATE, mesh | {"model.random.num_layers": layers}) for layers in (2, 4)]
+    for programs in compiled(topology, *deep):
+        (program,) = programs.values()
+        collectives = program_costs(program.text, [0] * 8).collectives
+        counts.append(sum(one.count for one in collectives if (one.kind, one.group) == ("all-gather", 2)))
+    assert counts[1] - counts[0] == 2 * gathers
 
 
 @pytest.mark.parametrize("topology", [H100, V5E])

@@ -8,45 +8,68 @@ import numpy as np
 import pytest
 
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
-from dapo_jax.models.paged_attention import attend_gathered, attend_tail, merged
+from dapo_jax.models.paged_attention import Reads, Runs, attend_gathered, most_together
 
 KERNELS = {
-    name: jax.jit(functools.partial(kernel, interpret=True), static_argnames="cap")
-    for name, kernel in (("tpu", paged_attention_tpu.attend), ("gpu", paged_attention_gpu.attend))
+    name: jax.jit(functools.partial(kernel, interpret=True), static_argnames=("window", "cap"))
+    for name, kernel in (
+        ("tpu", paged_attention_tpu.attend),
+        ("gpu", paged_attention_gpu.attend),
+        ("gpu, undivided", functools.partial(paged_attention_gpu.attend)),
+    )
 }
-jit_gathered = jax.jit(attend_gathered, static_argnames="cap")
-jit_tail = jax.jit(attend_tail, static_argnums=(3, 4))
-LENGTHS = [0, 1, 200, 37, 0, 511, 64]  # tokens of each row in its pages; some rows are without
+jit_gathered = jax.jit(attend_gathered, static_argnames=("window", "cap"))
+PROMPTS = [0, 1, 1, 40, 40, 40, 0, 511, 64]  # tokens of each row's prompt, the same for rows of one prompt ...
+OWN = [0, 0, 64, 32, 0, 96, 32, 0, 160]  # ... and of its own pages
+INDEX = np.int32(4)
 
 
 def case(*, groups=7, kv_heads=2, size=64, page_length=32):
-    """Pages in which each row sees so many tokens, at their end; the last two rows share their first pages."""
-    rng, rows = np.random.default_rng(0), len(LENGTHS)
-    counts = [-(-length // page_length) for length in LENGTHS]
-    unused = sum(counts)  # a page that no row has
+    """Pages in which each row sees a prompt, at the end of its pages, and what it has drawn; and a tail."""
+    rng, rows = np.random.default_rng(0), len(PROMPTS)
+    prompt_pages, own_pages = (-(-np.array(tokens) // page_length) for tokens in (PROMPTS, OWN))
+    unused = prompt_pages.sum() + own_pages.sum()  # a page that no row has
     pages = rng.normal(size=(unused + 1, kv_heads, page_length, 2 * size)).astype(np.float32)
     pages[unused] = 1e30
-    table = np.full((rows, max(counts) + 1), unused, np.int32)
-    order = iter(rng.permutation(unused))
-    for row, count in enumerate(counts):
-        table[row, :count] = [next(order) for _ in range(count)]
-    table[-1, : counts[-1]] = table[-2, : counts[-1]]
-    ends = np.array([count * page_length for count in counts], np.int32)
-    starts = ends - np.array(LENGTHS, np.int32)
-    ends[5] -= 1  # a row that has not filled its last page
+    table = np.full((rows, max(prompt_pages + own_pages) + 1), unused, np.int32)
+    order, firsts, lengths = iter(rng.permutation(unused)), *np.zeros((2, rows), np.int32)
+    places = [row for row in range(rows) if not row or PROMPTS[row] != PROMPTS[row - 1]]
+    for number, (first, end) in enumerate(zip(places, [*places[1:], rows], strict=True)):
+        firsts[number], lengths[number] = first, end - first
+        table[first:end, : prompt_pages[first]] = [next(order) for _ in range(prompt_pages[first])]
+    for row, (begin, count) in enumerate(zip(prompt_pages, own_pages, strict=True)):
+        table[row, begin : begin + count] = [next(order) for _ in range(count)]
+    prompt_ends = (prompt_pages * page_length).astype(np.int32)
+    starts, ends = prompt_ends - np.array(PROMPTS, np.int32), prompt_ends + np.array(OWN, np.int32)
     query = rng.normal(size=(rows, kv_heads * groups, size)).astype(np.float32)
-    return query, pages, table, starts, ends
+    tail = rng.normal(size=(rows, kv_heads, page_length, 2 * size)).astype(np.float32)
+    return query, pages, tail, INDEX, Reads(table, starts, ends, Runs(firsts, lengths, prompt_ends))
 
 
-def assert_same_parts(found, expected):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+def seen_through(window, reads):
+    """What a layer with a window reads: of each row on its own, up to the window."""
+    starts = np.maximum(reads.starts, reads.ends + INDEX - window + 1).astype(np.int32)
+    return reads.replace(starts=starts, runs=None)
+
+
+def spoiling(call):
+    """With NaN where runs write nothing, as a GPU's memory may have: the parts of rows without a prompt."""
+
+    def spoiled(kernel, name, grid, results, arrays, *, groups, **options):
+        found = call(kernel, name, grid, results, arrays, groups=groups, **options)
+        if name != "paged_attention_of_runs":
+            return found
+        read = np.repeat(np.array(PROMPTS) > 0, groups)
+        return [jnp.where(read.reshape(-1, *(1,) * (x.ndim - 3)), x, jnp.nan) for x in found]
+
+    return spoiled
 
 
 SIZES = {"groups": 7, "kv_heads": 2, "size": 64, "page_length": 32}
 OTHER_SIZES = [(1, 2, 64, 32), (7, 1, 128, 64), (2, 1, 64, 128), (8, 2, 128, 32)]
 
 
-# A window may begin in any page, and behind the last one.
+# A window may begin in any page, and behind the last one. With many rows, one program reads all pages of each.
 @pytest.mark.short("7-2-64-32")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
@@ -55,36 +78,57 @@ OTHER_SIZES = [(1, 2, 64, 32), (7, 1, 128, 64), (2, 1, 64, 128), (8, 2, 128, 32)
     + [(SIZES, *scores) for scores in ((None, None), (None, 0.7), (3, None), (40, 0.7), (64, None))],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-def test_kernels_equal_copies_of_the_pages(kernel, sizes, window, cap):
-    query, pages, table, starts, ends = case(**sizes)
+def test_kernels_equal_copies_of_the_pages(kernel, sizes, window, cap, monkeypatch):
+    monkeypatch.setattr(paged_attention_gpu, "_call", spoiling(paged_attention_gpu._call))
+    if kernel == "gpu, undivided":
+        monkeypatch.setattr(paged_attention_gpu, "PROGRAMS", 1)
+    *arrays, reads = case(**sizes)
     if window is not None:
-        starts = np.maximum(starts, ends - window + np.arange(len(LENGTHS), dtype=np.int32))
-        assert max(starts - ends) > 0 or window > 3
-    arrays = query, pages, table, starts, ends
-    expected = jit_gathered(*arrays, cap=cap)
-    assert (np.asarray(expected.total == 0).all(axis=1) == (starts >= ends)).all()
-    assert_same_parts(KERNELS[kernel](*arrays, cap=cap), expected)
+        reads = seen_through(window, reads)
+        assert max(reads.starts - reads.ends) > 0 or window > 3
+    expected = jit_gathered(*arrays, reads, window=window, cap=cap)
+    found = KERNELS[kernel](*arrays, reads, window=window, cap=cap)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("copies", [6, 19])
+def test_runs_read_their_prompt_once_and_no_others(copies):
+    """Rows of one prompt, more than a run may have; nothing is read of what a run does not begin with."""
+    *(query, pages, tail, index), reads = case(groups=8)
+    most, row = most_together(8), PROMPTS.index(40)
+    query, tail = (np.tile(x[row : row + 1], (copies, *(1,) * (x.ndim - 1))) for x in (query, tail))
+    query *= 1 + np.arange(copies, dtype=np.float32)[:, None, None] / copies
+    firsts = np.arange(0, copies * most, most, np.int32)[:copies]
+    lengths = np.clip(copies - firsts, 0, most)
+    table = np.tile(reads.table[row], (copies, 1))
+    starts, ends, prompt_ends = (np.full(copies, x[row]) for x in (reads.starts, reads.ends, reads.runs.ends))
+    runs = Runs(np.where(lengths, firsts, 0), lengths, prompt_ends)
+    expected = jit_gathered(query, pages, tail, index, Reads(table, starts, ends))
+    own = table.copy()
+    own[np.arange(copies) % most > 0, : prompt_ends[0] // 32] = len(pages) - 1  # a page of 1e30
+    found = KERNELS["gpu"](query, pages, tail, index, Reads(own, starts, ends, runs))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_the_tpu_kernel_takes_fewer_tokens_at_once_of_large_pages(monkeypatch):
     monkeypatch.setattr(paged_attention_tpu, "BUFFER", 2**19)
-    arrays = tuple(map(jnp.asarray, case(groups=1, size=256)))
+    arrays = jax.tree.map(jnp.asarray, case(groups=1, size=256))
     assert "[2,2,2,32,512]" in str(jax.make_jaxpr(paged_attention_tpu.attend)(*arrays))  # two pages, twice
-    assert_same_parts(paged_attention_tpu.attend(*arrays, interpret=True), jit_gathered(*arrays))
+    found = paged_attention_tpu.attend(*arrays, interpret=True)
+    np.testing.assert_allclose(found, jit_gathered(*arrays), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (None, 0.7), (3, None), (5, None), (20, 0.7), (600, 0.7)])
 def test_pages_and_tail_are_one_softmax(window, cap):
-    query, pages, table, starts, ends = case()
-    if window is not None:
-        starts = np.maximum(starts, ends + np.int32(5 - window))
-    tail = np.random.default_rng(1).normal(size=(len(query), 2, 32, 128)).astype(np.float32)
-    paged = jit_gathered(query, pages, table, starts, ends, cap=cap)
-    found = np.asarray(jax.jit(merged)(paged, jit_tail(query, tail, np.int32(4), window, cap)))
+    query, pages, tail, index, reads = case()
+    reads = reads if window is None else seen_through(window, reads)
+    found = np.asarray(jit_gathered(query, pages, tail, index, reads, window=window, cap=cap))
     for row in range(len(query)):
-        seen = np.concatenate([pages[page] for page in table[row]], axis=1)[:, starts[row] : ends[row]]
-        seen = np.concatenate([seen, tail[row, :, :5]], axis=1)[:, -(window or 0) :]
+        seen = np.concatenate([pages[page] for page in reads.table[row]], axis=1)[
+            :, reads.starts[row] : reads.ends[row]
+        ]
+        seen = np.concatenate([seen, tail[row, :, : index + 1]], axis=1)[:, -(window or 0) :]
         for head in range(14):
             scores = seen[head // 7, :, :64] @ query[row, head] / 8
             scores = scores if cap is None else cap * np.tanh(scores / cap)

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -7,19 +8,21 @@ from shapes import ARCH, mesh_of
 from small_policy import LENGTH, actor_settings, engine_settings
 
 from dapo_jax.learner.actor import build_actor
+from dapo_jax.models.attention import MASKED
 from dapo_jax.models.transformer import logits
 from dapo_jax.models.vocabulary_blocks import BLOCK, block_logits, with_whole_blocks
+from dapo_jax.models.vocabulary_blocks_gpu import block_sums
 from dapo_jax.preflight.hlo_costs import program_costs
 from dapo_jax.rollout.layout import choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
 
 
-def tables(vocab_size, *, tied):
+def tables(vocab_size, *, tied, size=6):
     rng = np.random.default_rng(vocab_size)  # small integers: sums are exact, in whatever order a processor adds them
     names = ["embedding"] if tied else ["embedding", "head"]
-    params = {name: np.float32(rng.integers(-9, 10, (vocab_size, 6))) for name in names}
-    return {**params, "layers": [{"query": np.zeros((6, 1, 6))}]}
+    params = {name: np.float32(rng.integers(-9, 10, (vocab_size, size))) for name in names}
+    return {**params, "layers": [{"query": np.zeros((size, 1, 6), np.float32)}]}
 
 
 jit_block_logits, jit_logits = (jax.jit(function, static_argnums=2) for function in (block_logits, logits))
@@ -38,6 +41,24 @@ def test_logits_in_blocks_are_the_logits(vocab_size, cap, shards, tied):
     assert found.shape[1] % max(shards, 1) == 0 and found.shape[2] == BLOCK
     np.testing.assert_array_equal(found.reshape(4, -1)[:, :vocab_size], expected)
     assert (found.reshape(4, -1)[:, vocab_size:] == -np.inf).all()
+
+
+@pytest.mark.short("300-None-37-2-head")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("rows", [37, 140])  # less than a tile, and more than one
+@pytest.mark.parametrize(("vocab_size", "cap"), [(100, None), (300, None), (300, 2.0)])
+def test_the_kernel_writes_logits_and_what_a_draw_needs_of_each_block(vocab_size, cap, rows, shards, tied):
+    params = with_whole_blocks(tables(vocab_size, tied=tied, size=128), shards)
+    hidden = np.float32(np.random.default_rng(0).integers(-9, 10, (2 * rows, 128)) / 64)
+    arch = dataclasses.replace(ARCH, vocab_size=vocab_size, logit_cap=cap)
+    expected = np.asarray(jit_block_logits(params, hidden, arch)) / np.float32(0.7)
+    with jax.set_mesh(mesh_of((1, 2, shards))):
+        found = jax.jit(functools.partial(block_sums, arch=arch, interpret=True))(params, hidden, np.float32(0.7))
+    np.testing.assert_allclose(found.logits, expected, rtol=1e-6)
+    highest = np.maximum(expected.max(axis=-1), MASKED)
+    np.testing.assert_allclose(found.highest, highest, rtol=1e-6)
+    np.testing.assert_allclose(found.totals, np.exp(expected - highest[..., None]).sum(axis=-1), rtol=1e-5)
 
 
 def test_only_tables_of_tokens_get_rows_and_these_are_zero():

@@ -1,4 +1,6 @@
+import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -8,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.preflight.hlo_costs import program_costs
+from dapo_jax.preflight.hlo_products import PagedKeys
 from dapo_jax.preflight.hlo_text import first_group
 
 LAYERS, B, D, F = 5, 16, 24, 40
@@ -149,6 +152,35 @@ def test_a_loop_whose_turns_depend_on_data_is_reported():
     assert costs.unknown == ("a loop whose turns depend on data, counted once",)
 
 
+def kernels(text, pairs=None):
+    """How often kernels of each class are launched."""
+    costs, found = program_costs(text, HOSTS, pairs), Counter()
+    for kernel, times in costs.kernels:
+        found[kernel.kind] += times
+    assert costs.launches == found.total()
+    assert sum(times * kernel.flops for kernel, times in costs.kernels) == costs.flops
+    return found
+
+
+def test_kernels_of_a_loop_count_as_often_as_it_runs():
+    def of(turns):
+        loop = lambda x: jax.lax.fori_loop(0, turns, lambda i, x: jnp.tanh(x @ x), x)  # noqa: E731
+        return kernels(jax.jit(loop).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text())
+
+    few, many = of(3), of(7)
+    assert few["products"] == 3 and many["products"] == 7
+    assert (many["elementwise"] - few["elementwise"]) % 4 == 0 < many["elementwise"] - few["elementwise"]
+
+
+def test_kernels_of_a_gpu_by_class():
+    others = {"products": 2, "elementwise": 4}  # a collective is one of these
+    assert kernels(GPU) == {"attention": 4, **others}
+    assert kernels(GPU.replace("[2,4,64,16]", "[2,4,64,128]")) == {"attention": 2, "wide attention": 2, **others}
+    for name in ("paged_attention", "paged_attention_of_runs"):
+        text = PAGED.replace("OPERANDS", "%q, %pages, %table, %ends").replace("TARGET", TRITON).replace("NAME", name)
+        assert kernels(text.replace("QUERY", BY_HEAD), pairs=PagedKeys(9.0, 9.0, 9.0, 9.0)) == {"attention": 1}
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
 def test_bytes_of_a_copy(kind):
     shape = jax.ShapeDtypeStruct((128, 64), jnp.dtype(kind))
@@ -167,19 +199,39 @@ def test_gpu_products_are_those_of_cudnn_triton_and_cublas():
     assert program_costs(GPU, HOSTS, pairs=100.0).flops == score * 100 + others
 
 
-PAGED = shortened("paged_attention")  # of 4 rows with 2 heads of 16 to 1024 pages of 32 tokens
+PAGED = shortened("paged_attention")  # of 4 rows with 2 key-value heads of 16 to 1024 pages of 32 tokens
+BY_ROW, BY_HEAD = "4,2,16,16", "2,32,16"  # 16 or 8 query heads of each
+TRITON, MOSAIC = "__gpu$xla.gpu.triton", "tpu_custom_call"
 
 
 @pytest.mark.parametrize(
-    ("target", "operands"),
-    [("__gpu$xla.gpu.triton", "%q, %pages, %table, %ends"), ("tpu_custom_call", "%table, %ends, %q, %pages")],
+    ("target", "name", "operands", "query", "scored", "read"),
+    [
+        (MOSAIC, "paged_attention", "%table, %ends, %q, %pages", BY_ROW, 700, 700),
+        (TRITON, "paged_attention", "%q, %pages, %table, %ends, %tail", BY_HEAD, 300, 300),
+        (TRITON, "paged_attention_of_runs", "%q, %pages, %table, %ends", BY_HEAD, 400, 100),
+    ],
 )
-def test_paged_attention_reads_the_keys_of_its_rows(target, operands):
-    text = PAGED.replace("OPERANDS", operands).replace("TARGET", target)
-    costs, keys = program_costs(text, HOST, pairs=300.0), 300
-    assert costs.flops == 2 * 2 * keys * (2 * 16 * 16) and not costs.unknown
-    rows, table = 4 * 2 * 16 * 16, (4 * 8 + 4) * 4
-    assert costs.bytes == pytest.approx(rows * (2 + 4) + table + keys * 2 * 32 * 2)
+def test_paged_attention_reads_the_keys_of_its_rows_or_runs(target, name, operands, query, scored, read):
+    text = PAGED.replace("OPERANDS", operands).replace("TARGET", target).replace("NAME", name).replace("QUERY", query)
+    costs = program_costs(text, HOST, pairs=PagedKeys(seen=700.0, own=300.0, prompts=400.0, read=100.0))
+    elements = math.prod(map(int, query.split(",")))
+    assert costs.flops == 2 * 2 * scored * elements / 4 and not costs.unknown
+    table, tail = (4 * 8 + 4) * 4, ("%tail" in operands) * 4 * 2 * 32 * 32 * 2 * (1 + 32) / (2 * 32)
+    assert costs.bytes == pytest.approx(elements * (2 + 4) + table + tail + read * 2 * 32 * 2)
+
+
+def test_logits_in_blocks_count_their_product():
+    text = PAGED.replace("OPERANDS", "%table, %first, %hidden, %temperature").replace("TARGET", TRITON)
+    text = text.replace("NAME", "block_sums").replace("q: bf16[QUERY]", "first: s32[2]")
+    for name, shape in (
+        ("table", "bf16[256,64]"),
+        ("first", "s32[2]"),
+        ("hidden", "bf16[24,64]"),
+        ("temperature", "f32[1]"),
+    ):
+        text = text.replace("  ROOT", f"  %{name} = {shape} parameter(0)\n  ROOT")
+    assert program_costs(text.replace("QUERY", "24,2,128"), HOST).flops == 2 * 256 * 64 * 24
 
 
 def test_gpu_collectives_count_once_and_know_their_hosts():

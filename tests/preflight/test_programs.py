@@ -1,8 +1,10 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from small_run import small_config
 
-from dapo_jax.learner import trainable
+from dapo_jax.learner import trainable, update
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models import paged_attention, paged_attention_gpu
 from dapo_jax.models.attention import XLA
@@ -11,6 +13,7 @@ from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.preflight import rollout
 from dapo_jax.preflight.compiled import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
+from dapo_jax.preflight.hlo_products import PagedKeys
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
 from dapo_jax.preflight.programs import step_programs
 from dapo_jax.preflight.step_batch import StepBatch
@@ -41,7 +44,7 @@ def one_step(**changes):
 
 
 def programs_of(config, **changes):
-    arch, tokenizer = read_model(config)
+    arch, tokenizer = read_model(config.model)
     lengths = all_longest(config.data)
     values = {"lengths": lengths, "memory": 1e9, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
     return step_programs(config, arch, make_meshes(config, arch), **{**values, **changes})
@@ -50,7 +53,7 @@ def programs_of(config, **changes):
 def texts_of_a_run(config) -> set[tuple[str, str]]:
     """The lowered text of what a run of one step calls."""
     seen = set()
-    call, get, make = trainable.WithFrozen.__call__, Programs.get, Calls.empty
+    call, get, make, steps = trainable.WithFrozen.__call__, Programs.get, Calls.empty, update._optimizer_steps
 
     def called(self, *arguments):
         seen.add(("learner", self.lower(*arguments).as_text()))
@@ -60,12 +63,15 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
         seen.add(("decode", lower().as_text()))
         return get(self, key, lower)
 
-    def seen_by(function):
+    def seen_by(function, stage):
         def called(*arguments, **static):
-            seen.add(("prefill", function.lower(*arguments, **static).as_text()))
+            seen.add((stage, function.lower(*arguments, **static).as_text()))
             return function(*arguments, **static)
 
         return called
+
+    def stepped(functions, *rest):
+        return steps(dataclasses.replace(functions, apply=seen_by(functions.apply, "optimizer step")), *rest)
 
     def made(self, shape=None):
         empty = make(self, shape)
@@ -77,7 +83,8 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
         patch.setattr(trainable.WithFrozen, "__call__", called)
         patch.setattr(Programs, "get", got)
         patch.setattr(Calls, "empty", made)
-        patch.setattr(programs, "prefill", seen_by(programs.prefill))
+        patch.setattr(programs, "prefill", seen_by(programs.prefill, "prefill"))
+        patch.setattr(update, "_optimizer_steps", stepped)
         train(config)
     return seen
 
@@ -109,9 +116,10 @@ def test_shorter_responses_read_fewer_keys_of_the_pages(monkeypatch):
     assert longest.sizes == shorter.sizes == {"slots": 128, "pages": longest.sizes["pages"], "page_tokens": 8}
     whole, _ = (program for program in longest.programs if program.stage == "decode")
     # prompts of 8 tokens, one page, and five chunks of the response
-    assert (whole.calls, whole.pairs) == (5, 128 / 4 * 8 * (1 + 2))
-    chunks = sum(program.calls * program.pairs for program in shorter.programs if program.stage == "decode")
-    assert 0 < chunks < whole.calls * whole.pairs
+    own, prompts = 128 / 4 * 8 * 2, 128 / 4 * 8
+    assert (whole.calls, whole.pairs) == (5, PagedKeys(own + prompts, own, prompts, prompts / config.rollout.n))
+    chunks = sum(program.calls * program.pairs.seen for program in shorter.programs if program.stage == "decode")
+    assert 0 < chunks < whole.calls * whole.pairs.seen
     assert shorter.work["decode"].computed < longest.work["decode"].computed
     gathered = programs_of(config)  # where no kernel attends, whole tables are read
     assert {program.pairs for program in gathered.programs if program.stage == "decode"} == {None}
@@ -122,7 +130,7 @@ def test_a_step_of_segments_begins_responses_and_continues_those_of_the_steps_be
     """8 prompts of 8 tokens, 16 responses of 12 in segments of 5: per step 128 begin, and 2 x 128 continue."""
     carry = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 3}
     config = one_step(**carry, **{"data.max_response_length": 12, "rollout.segment_length": 5})
-    step, flops = programs_of(config), token_flops(read_model(config)[0])
+    step, flops = programs_of(config), token_flops(read_model(config.model)[0])
     assert step.sizes == {"slots": 128, "slot_tokens": 8 + 4, "continued_slots": 128, "continued_slot_tokens": 24 + 4}
     begun = 8 * flops.of_prompts(np.array([8.0]))
     again = 128 * flops.of_prompts(np.array([8.0 + 5, 8 + 10]))
@@ -156,7 +164,7 @@ def test_micro_batches_follow_from_the_lengths(packed):
     assert 0 < shorter.work["update"].efficiency <= 1 and 0 < longest.work["update"].efficiency <= 1
     assert shorter.work["update"].computed < longest.work["update"].computed
     if not packed:
-        mesh = make_meshes(config, read_model(config)[0]).training
+        mesh = make_meshes(config, read_model(config.model)[0]).training
         rows = config.actor.ppo_mini_batch_size * config.rollout.n
         passes = rows // (config.actor.ppo_micro_batch_size_per_device * num_batch_shards(mesh))
         assert shorter.micro_batches == longest.micro_batches == 2 * passes
@@ -168,7 +176,7 @@ def test_micro_batches_follow_from_the_lengths(packed):
 def test_pairs_are_those_of_a_bin():
     """By rows, a share of the devices has several bins in a pass, each with all pairs of its slots."""
     config = one_step()
-    arch = read_model(config)[0]
+    arch = read_model(config.model)[0]
     mesh, networks = make_meshes(config, arch).training, trained(config)
     splits = all_micro_batches(networks, config.model, XLA, arch, mesh)
     (shape,) = StepBatch(config, networks, splits, mesh, all_longest(config.data), draws=False).updates["actor"]

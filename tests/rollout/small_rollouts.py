@@ -16,6 +16,7 @@ from small_policy import engine_settings
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.decode_weights import unstack_layers
+from dapo_jax.models import paged_attention_gpu
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import Params, forward, logits, positions_of
@@ -33,6 +34,7 @@ from dapo_jax.rollout.sampling import TRAIN, Sampling, row_keys, sample
 
 FREE, GREEDY = Sampling.create(1.0, 1.0, -1), Sampling.create(0.0, 1.0, -1)
 PAD, SAMPLES = 0, 4
+INTERPRETED = functools.partial(paged_attention_gpu.attend, interpret=True)
 # Of an engine's settings, those that its programs do not depend on.
 SCHEDULE = {"max_num_seqs": 0, "memory_share": 1.0, "lookahead": 0, "seed": 0}
 
@@ -96,8 +98,12 @@ class Rollouts:
         return engine_settings(mesh or shapes.one_device_mesh(), **{**own, **changes})
 
     def engine(self, kind: str, mesh: Mesh | None = None, **changes: Any) -> Engine:
-        """16 slots for all rows, with "pages" or "stretches", of which each width is a program: so chunks are long."""
-        attend, chunk = {"pages": (attend_gathered, 8), "stretches": (None, self.length // 2)}[kind]
+        """16 slots for all rows, with "pages" or "stretches", of which each width is a program: so chunks are long.
+
+        With "kernels" those of GPUs attend to pages, in Pallas' interpreter.
+        """
+        kinds = {"pages": (attend_gathered, 8), "stretches": (None, self.length // 2), "kernels": (INTERPRETED, 8)}
+        attend, chunk = kinds[kind]
         return shared(Engine(self.settings(mesh, **{"max_num_seqs": 16, "chunk_length": chunk, **changes}), attend))
 
     def on(self, mesh: Mesh) -> Params:
@@ -120,13 +126,13 @@ class Rollouts:
         self.assert_drawn(found, FREE)
         return found
 
-    def assert_tokens_drawn(self, rollout: Rollout, sampling: Sampling) -> None:
+    def assert_tokens_drawn(self, rollout: Rollout, sampling: Sampling, *, purpose: int = TRAIN) -> None:
         """Each token of the policy is what one pass of `forward` draws after those before it, in the first prompts."""
         count = len(rollout.mask) // SAMPLES
         prompts, prompt_mask = pad_prompts(self.prompts[:count], self.width, PAD)
         tokens = np.concatenate([prompts.repeat(SAMPLES, 0), rollout.responses], axis=1)
         mask = np.concatenate([prompt_mask.repeat(SAMPLES, 0), rollout.mask], axis=1)
-        keys = row_keys(0, TRAIN, np.array(self.numbers[:count]), SAMPLES)
+        keys = row_keys(0, purpose, np.array(self.numbers[:count]), SAMPLES)
         expected, logprobs = _redrawn(self.params, tokens, mask, keys, sampling, self.arch, self.width, self.eos_ids)
         own = rollout.mask if rollout.by_policy is None else rollout.by_policy
         np.testing.assert_array_equal(rollout.responses[own], np.asarray(expected)[own])

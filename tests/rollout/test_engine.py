@@ -77,6 +77,15 @@ def test_tokens_are_those_that_an_earlier_engine_has_recorded(kind, case):
         dense().assert_drawn(found, Sampling.create(*WAYS[case]))
 
 
+@pytest.mark.slow
+@pytest.mark.long("gemma2_softcap")
+@pytest.mark.parametrize("case", ["free", "eight devices", "gemma2_softcap", "one sample"])
+def test_kernels_that_read_a_prompt_once_draw_the_recorded_tokens(case):
+    """Rows of a prompt lie together, in whatever order they began; some layers have a window."""
+    expected, found = np.load(RECORDED)[case], sampled("kernels", case)
+    np.testing.assert_array_equal(np.where(found.mask, found.responses + 1, 0), expected)
+
+
 @pytest.mark.short("pages-{'chunk_length': 16, 'lookahead': 3", "stretches-{'lookahead': 3")
 @pytest.mark.parametrize(
     "changes",

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.models.vocabulary_blocks import BLOCK
+from dapo_jax.models.attention import MASKED
+from dapo_jax.models.vocabulary_blocks import BLOCK, BlockSums
 from dapo_jax.rollout import sampling as sampling_module
 from dapo_jax.rollout.sampling import SELECT, TRAIN, Sampling, inverse_cdf, position_noise, row_keys
 
@@ -106,6 +107,20 @@ def test_draws_are_those_of_the_plain_formula(vocabulary, ties):
         np.testing.assert_array_equal(tokens, expected, str(how))
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6, err_msg=str(how))
     assert sample_blocks._cache_size() <= before + 1
+
+
+def test_draws_from_the_sums_of_blocks_are_those_of_the_plain_formula():
+    """The last block has no token at all, as behind a vocabulary on several devices."""
+    rows, vocabulary, scaled = 24, 300, FREE.replace(temperature=np.float32(0.7))
+    logits = np.random.default_rng(0).normal(size=(rows, vocabulary)).astype(np.float32) * 3
+    blocks = np.pad(blocks_of(logits, -np.inf) / scaled.temperature, ((0, 0), (0, 1), (0, 0)), constant_values=-np.inf)
+    highest = np.maximum(blocks.max(axis=-1), MASKED)
+    sums = BlockSums(blocks, highest, np.exp(blocks - highest[..., None]).sum(axis=-1))
+    for position in range(20):
+        tokens, logprobs = jax.jit(sampling_module.sample_of_blocks)(sums, keys_of(rows), np.int32(position))
+        expected, expected_logprobs = draw_plainly(logits, keys_of(rows), position, scaled, ())
+        np.testing.assert_array_equal(tokens, expected)
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
 
 
 @pytest.mark.short("129")

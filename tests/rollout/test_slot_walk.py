@@ -1,5 +1,7 @@
 """How much of the work of slots is needed, on long tails and at equal lengths; and what the queue does with pages."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from decoding_roofline import SAMPLES, Simulation, known, machines, slots_for
@@ -10,7 +12,8 @@ from simulate_decoding import Prompts
 from dapo_jax.models.flops import token_flops
 from dapo_jax.preflight.rollout import walk_lengths
 from dapo_jax.rollout.layout import Layout, PrefillSize
-from dapo_jax.rollout.queue import Opened, needed_work, prefill_calls
+from dapo_jax.rollout.queue import Counting, Opened, needed_work, prefill_calls
+from dapo_jax.rollout.shards import Shard
 
 # Seconds by the same roofline of the wave engine that slots replaced, for responses of so many tokens each. It decoded
 # rows that began together, read a prompt's keys once for all samples, and copied survivors to smaller batches.
@@ -96,6 +99,39 @@ def test_equal_lengths_that_fill_their_chunks_waste_only_keys():
     keys = 4 * 8 * (1 + 2 + 3)  # of the prompt and the response so far, and a tail as long as a page
     assert work["decode"].computed == 8 * (3 * 4 * (flops.layers + flops.head) + (keys + 3 * 4 * 8) * flops.pair)
     assert work["prefill"].computed == size.at_once * 16 * (flops.layers + 16 * flops.pair)
+
+
+def test_rows_of_a_prompt_lie_together_and_read_its_pages_once(monkeypatch):
+    """Of each turn: every row is in one run, of one prompt, whose pages its rows' tables begin with."""
+    sizes = {"chunk_length": 8, "max_num_seqs": 12, "max_prompt_length": 40, "max_response_length": 64}
+    rng, turns = np.random.default_rng(0), []
+    prompts, responses = rng.integers(2, 40, 9), rng.integers(1, 64, (9, 5))
+    layout = layout_of(settings_of(SEVEN, (2, 1), arch=ARCH, **sizes), prompts, 5, dtype=np.float32)
+    layout, decode, grant = replace(layout, together=3), Counting.decode, Shard.grant
+
+    def in_another_order(shard):  # as after rows have returned
+        granted = grant(shard)
+        rng.shuffle(shard.live)
+        return granted
+
+    monkeypatch.setattr(Shard, "grant", in_another_order)
+    monkeypatch.setattr(Counting, "decode", lambda self, turn: turns.append(turn) or decode(self, turn))
+    walk_lengths(ARCH, layout, responses, prompts, limit=64, lookahead=0)
+    assert len(turns) > 8
+    for turn in turns:
+        slots, seen = turn.shape.slots, 0
+        for shard in range(2):
+            own, found = slice(shard * slots, (shard + 1) * slots), []
+            for first, length in zip(turn.runs.firsts[own], turn.runs.lengths[own], strict=True):
+                run = turn.rows[own][first : first + length]
+                assert len(run) <= 3 and len(set(run // 5)) == min(length, 1) and (run >= 0).all()
+                pages = layout.prompt_pages(prompts[run[0] // 5]) if length else 0
+                assert (turn.table[own][first : first + length, :pages] == turn.table[own][first, :pages]).all()
+                seen, found = seen + pages, [*found, *run]
+            assert sorted(found) == sorted(row for row in turn.rows[own] if row >= 0)
+            assert len(set(found)) == len(found)
+        assert turn.pages.runs == seen <= turn.pages.prompts
+    assert any(turn.pages.runs < turn.pages.prompts for turn in turns)
 
 
 @pytest.mark.parametrize(("longest", "limit", "tokens"), [(4, None, 4), (16, None, 16), (64, 8, 8), (64, None, 32)])
