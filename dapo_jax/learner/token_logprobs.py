@@ -12,7 +12,7 @@ from dapo_jax.learner.trainable import Passes
 from dapo_jax.models import transformer
 from dapo_jax.models.experts import RoutingCounts
 from dapo_jax.parallel.ordered_sums import rows_along
-from dapo_jax.parallel.sharding import shards_left, vocabulary_shards
+from dapo_jax.parallel.sharding import shards_left, tensor_shards
 
 NORMALIZER = "normalizer"  # name of what is kept of a chunk's distributions for the backward pass
 
@@ -150,7 +150,7 @@ def logits_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def _by_shard(logits: jax.Array) -> jax.Array:
     """[..., V] -> [..., shards, V / shards], each shard on its devices."""
-    shards = vocabulary_shards()
+    shards = tensor_shards()
     return logits.reshape(*logits.shape[:-1], shards, logits.shape[-1] // shards)
 
 

@@ -18,6 +18,7 @@ from dapo_jax.models.experts import Routing, expert_feed_forward
 from dapo_jax.models.lora import adapted, writes_narrow
 from dapo_jax.models.remat import rematerialized
 from dapo_jax.models.rope_scaling import YarnRopeScaling
+from dapo_jax.parallel.sharding import gather_input
 
 Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
@@ -119,7 +120,8 @@ def block(
         rotations: from `rotary`.
         attend: (query [B, T, N, H], key, value [B, T, K, H]) -> (what is attended [B, T, N, H], cache).
     """
-    query, key, value = _projections(kind, normed(x, layer, "attention_norm", arch), layer, rotations, arch)
+    inputs = gather_input(normed(x, layer, "attention_norm", arch), layer["query"].dtype)
+    query, key, value = _projections(kind, inputs, layer, rotations, arch)
     attended, cache = attend(query, key, value)
     attended = biased(adapted("btnh,nhd->btd", attended, layer, "output"), layer, "output")
     x = x + normed(attended, layer, "attention_out_norm", arch)
@@ -134,7 +136,7 @@ def block(
             replayed=layer.get(REPLAYED),
         )
     else:
-        result = _feed_forward(inputs, layer, arch)
+        result = _feed_forward(gather_input(inputs, layer["gate"].dtype), layer, arch)
     return x + normed(result, layer, "mlp_out_norm", arch), cache, routing
 
 

@@ -129,8 +129,8 @@ def shards_left() -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis in BATCH_AXES and axis not in mesh.manual_axes)
 
 
-def vocabulary_shards() -> int:
-    """Inside jit: the number of devices over which the vocabulary is divided."""
+def tensor_shards() -> int:
+    """Inside jit: the number of devices over which the vocabulary, heads and matrices are divided."""
     return dict(jax.sharding.get_abstract_mesh().shape).get("tensor", 1)
 
 
@@ -144,9 +144,27 @@ def constrain_residual(x: jax.Array) -> jax.Array:
 
     This also divides what is saved for the backward pass. A D that "tensor" does not divide stays whole.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    divided = not mesh.empty and x.shape[-1] % mesh.shape["tensor"] == 0
-    return constrain(x, PartitionSpec(BATCH_AXES, None, "tensor" if divided else None))
+    return constrain(x, PartitionSpec(BATCH_AXES, None, "tensor" if x.shape[-1] % tensor_shards() == 0 else None))
+
+
+def gather_input(x: jax.Array, dtype: Any) -> jax.Array:
+    """Inside jit: the input [B, T, D] of several matrices that "tensor" divides, gathered once for all their products.
+
+    Otherwise the gradient of each matrix gathers it again. It is rounded to `dtype`, that of the products, and sent so.
+    The cotangents from the products are summed in its own dtype, and scattered once.
+    """
+    return x if tensor_shards() == 1 else _rounded_and_gathered(x, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _rounded_and_gathered(x: jax.Array, dtype: Any) -> jax.Array:
+    return constrain_rows(x.astype(dtype)).astype(x.dtype)
+
+
+_rounded_and_gathered.defvjp(
+    lambda x, dtype: (_rounded_and_gathered(x, dtype), None),
+    lambda dtype, _, cotangent: (constrain_residual(cotangent),),
+)
 
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
