@@ -54,9 +54,9 @@ def roll_out(used: Engine, *, purpose: int = TRAIN, num_samples: int = SAMPLES, 
 
 
 @functools.cache
-def chosen_by_forward(tokens: tuple[int, ...]) -> np.ndarray:
+def chosen_by_forward(tokens: tuple[int, ...], width: int = 24) -> np.ndarray:
     """The experts [tokens, l, k] of a sequence in one pass over it."""
-    ids, mask = pad_prompts([list(tokens)], 24, PAD)
+    ids, mask = pad_prompts([list(tokens)], width, PAD)
     _, _, experts = _prefill(params(), ids, mask, ARCH)
     return np.asarray(experts)[0][mask[0]]
 

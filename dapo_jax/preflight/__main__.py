@@ -1,11 +1,12 @@
 """Host: the preflight command: compiles every program of a training step for hardware you do not have.
 
     python -m dapo_jax.preflight --config FILE [--config.key=value ...] [--topology v5p:4x4x8] [--lengths LENGTHS]
-                                 [--json FILE]
+                                 [--realistic] [--json FILE]
 
-Prints the memory per device by kind, the FLOPs, bytes and collectives per step, a lower bound on the step's time, and
-whether it fits; if not, which setting to change first. All this is for the longest case: prompts and responses as long
-as the config allows. --lengths adds the time and the efficiency to expect at other lengths.
+Prints the memory per device by kind, the FLOPs, bytes and collectives per step, a lower bound on the step's time and,
+where kernels have been measured, the time to expect, and whether it fits; if not, which setting to change first. All
+this is for the longest case: prompts and responses as long as the config allows. --lengths adds the time and the
+efficiency to expect at other lengths, --realistic where the time to expect goes.
 
 It needs no weights, data or tokenizer: it reads only config.json of model.path or, if that does not exist, the same
 name in configs/shapes/ or on the Hugging Face hub. Nothing is allocated. Absent GPUs (h100:8, a100:2x8) need
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default="",
         help=f"of prompts and responses, for the expected time: {FORM}, or the metrics.jsonl of a run",
     )
+    parser.add_argument(
+        "--realistic", action="store_true", help="print the time to expect of each stage by class of kernels"
+    )
     parser.add_argument("--json", help="write the JSON report to this file instead of printing it last")
     given, rest = parser.parse_known_args(arguments)
     command = ["preflight", *rest]
@@ -48,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = read_config(command)
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         report = preflight(config, given.topology, lengths=given.lengths, progress=sys.stderr)
-        say(tables(report))
+        say(tables(report, realistic=given.realistic))
         if given.json:
             Path(given.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         else:

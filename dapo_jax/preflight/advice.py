@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from dapo_jax.config.sections import Config, OptimConfig
+from dapo_jax.config.sections import ActorConfig, Config, DataConfig, ModelConfig, OptimConfig
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.preflight.compiled import CACHE, DECODING, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES, Compiled
@@ -28,7 +28,8 @@ def advise(
     """
     more_tensor = _more_tensor(arch, meshes.sampling.shape)
     more_shards = _more_shards(config.actor.optim, meshes.sampling.shape)
-    smaller_passes = _smaller_passes(config, attention, remat_policy(config, arch, meshes.training))
+    kept = remat_policy(config, arch, meshes.training)
+    smaller_passes = _smaller_passes(config.model, config.actor, config.data, attention, kept)
     smaller_passes += _more_train_tensor(arch, meshes.training.shape)
     fewer_rows = [f"set rollout.max_num_seqs={max(step.rows // 2, config.rollout.n)}", *more_tensor]
     lines = []
@@ -79,9 +80,8 @@ def _more_shards(optim: OptimConfig, mesh: Mapping[str, int]) -> list[str]:
     return [*cures, "use more devices for mesh.fsdp"]
 
 
-def _smaller_passes(config: Config, attention: str, kept: str) -> list[str]:
+def _smaller_passes(model: ModelConfig, actor: ActorConfig, data: DataConfig, attention: str, kept: str) -> list[str]:
     """Fewer temporaries of forward and backward passes."""
-    model, actor, data = config.model, config.actor, config.data
     cures = []
     if attention == "xla" and data.max_prompt_length + data.max_response_length >= 2048:
         change = "attention=fused" if model.attention == "xla" else "dtype=bfloat16"

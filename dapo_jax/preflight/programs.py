@@ -29,8 +29,9 @@ from dapo_jax.preflight.lengths import Lengths
 from dapo_jax.preflight.rollout import RoundPlan, plan_round
 from dapo_jax.preflight.step_batch import StepBatch
 from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.run.base_models import TEACHER, read_model
+from dapo_jax.run.base_models import TEACHER, read_architecture_of
 from dapo_jax.run.networks import teacher_settings
+from dapo_jax.run.passes import passes as passes_of
 from dapo_jax.run.settings import actor_settings, all_micro_batches, engine_settings, micro_batches
 
 
@@ -119,13 +120,14 @@ class _Builder:
         self.actor = build_actor(settings, mesh, self.frozen, decode_mesh=meshes.sampling)
         self.teacher, self.teaching = None, self.actor.statistics
         if config.algorithm.distillation.path:
-            of_teacher, _ = read_model(config, TEACHER)
-            teaching = teacher_settings(config, of_teacher, mesh)
+            options = config.algorithm.distillation
+            of_teacher = read_architecture_of(replace(config.model, path=options.path), TEACHER)
+            of_passes = passes_of(config, of_teacher, mesh)
+            teaching = teacher_settings(settings, options, of_passes)
             freeze = build_freeze(of_teacher, teaching.passes.dtype, mesh)
             self.teacher = freeze.lower(_shapes(weight_table(of_teacher), mesh)).out_info
             self.teaching = build_statistics(teaching, mesh)
-            of_passes = teaching.passes.attention, of_teacher, mesh
-            splits["teacher"] = micro_batches(self.networks["actor"], *of_passes)
+            splits["teacher"] = micro_batches(self.networks["actor"], of_passes.attention, of_teacher, mesh)
         draws = self.actor.select is not None
         self.batch = StepBatch(config, self.networks, splits, mesh, lengths, draws=draws)
         self.critic = build_critic(passes, config.critic, mesh) if "critic" in self.networks else None

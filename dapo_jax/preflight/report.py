@@ -1,4 +1,4 @@
-"""Host: the report on a training step: memory by stage, work, a lower bound on its time, and whether it fits.
+"""Host: the report on a training step: memory by stage, work, a bound on its time, the time to expect, what fits.
 
 Memory and time are those of the longest case: prompts and responses as long as the config allows. With the lengths of
 `parse_lengths`, the report also has the time that is expected.
@@ -19,10 +19,9 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size
 from dapo_jax.config.files import SHAPES
 from dapo_jax.config.places import place_of
-from dapo_jax.config.sections import Config, DataConfig
+from dapo_jax.config.sections import Config, DataConfig, ModelConfig
 from dapo_jax.errors import InputError, say
 from dapo_jax.hub.names import model_name
-from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import count_params
@@ -30,17 +29,18 @@ from dapo_jax.parallel.devices import LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.slices import libtpu_name
 from dapo_jax.preflight.advice import advise
+from dapo_jax.preflight.calibration import ATTENTION, ELEMENTWISE, FIXED, PRODUCTS, Rates, expected_seconds, rates_of
 from dapo_jax.preflight.compiled import Compiled, Program, compile_program
 from dapo_jax.preflight.hlo_costs import Costs
 from dapo_jax.preflight.lengths import Lengths, all_longest, parse_lengths
 from dapo_jax.preflight.programs import Step, step_programs
-from dapo_jax.run.base_models import read_model
+from dapo_jax.run.base_models import read_architecture_of
 from dapo_jax.run.meshes import make_meshes
-from dapo_jax.run.other_runs import RANDOM, find_trained
 from dapo_jax.run.passes import chosen_attention, compute_dtype
 
 USABLE = 0.95  # share of a device's memory: the rest goes to the runtime and to gaps between buffers
-PARTS = ("products", "memory", "collectives", "total")  # of an estimated time
+PARTS = "products", "memory", "collectives", "total"  # of a bound on a time
+CLASSES = PRODUCTS, ATTENTION, ELEMENTWISE, FIXED, "collectives", "total"  # of a time to expect
 
 
 def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any = None) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
             "trainer.rollout_ahead=1 splits the devices, but a preflight compiles for one mesh: set it to 0 and give "
             "the devices that train, or those that sample"
         )
-    arch, axes = read_shape(config), config.mesh
+    arch, axes = read_shape(config.model), config.mesh
     meshes = make_meshes(config, arch, devices_of(topology, max(axes.data, 1) * axes.fsdp * axes.tensor))
     mesh = meshes.training
     limits = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name)
@@ -74,6 +74,7 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
         programs += [dataclasses.replace(one, calls=0.0) for one in called]
     compiled = _compile_all(programs, mesh, cache, progress)
     attention = chosen_attention(config.model, config.data, arch, mesh)[0]
+    rates, calibration = rates_of(limits, compute_dtype(config.model, mesh).name)
     found: dict[str, Any] = {
         "model": {
             "path": config.model.path,
@@ -95,12 +96,13 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
         "config": dataclasses.asdict(config),
         "jax": jax.__version__,
         "host_bytes_per_device": step.host_bytes,
-        "programs": [as_json(one, limits, other) for one in compiled],
-        **totals(compiled, limits, memory),
+        "programs": [as_json(one, limits, rates, other) for one in compiled],
+        "calibration": calibration,
+        **totals(compiled, limits, memory, rates),
         "advice": advise(config, arch, meshes, step, compiled, usable, attention=attention),
     }
     if expected is not None and other is not None:
-        found["expected"] = _expected(config.data, config.rollout.n, expected, other, compiled, limits)
+        found["expected"] = _expected(config.data, config.rollout.n, expected, other, compiled, limits, rates)
     return found
 
 
@@ -109,7 +111,13 @@ def _plan(step: Step) -> dict[str, int]:
 
 
 def _expected(
-    data: DataConfig, num_samples: int, lengths: Lengths, step: Step, compiled: Sequence[Compiled], limits: Limits
+    data: DataConfig,
+    num_samples: int,
+    lengths: Lengths,
+    step: Step,
+    compiled: Sequence[Compiled],
+    limits: Limits,
+    rates: Rates | None,
 ) -> dict[str, Any]:
     """The report's entry for a step with these lengths.
 
@@ -118,13 +126,14 @@ def _expected(
     """
     responses, prompts = lengths.sample(gen_batch_size(data), num_samples)
     measured = {one.program.key: one for one in compiled}
+    called = [dataclasses.replace(measured[one.key], program=one) for one in step.programs if one.calls]
     return {
         "lengths": lengths.text,
         "response_tokens": _spread(responses),
         "prompt_tokens": _spread(prompts),
         "plan": _plan(step),
         "efficiency": {stage: work.efficiency for stage, work in step.work.items() if work.computed},
-        **costs_of([dataclasses.replace(measured[one.key], program=one) for one in step.programs if one.calls], limits),
+        **costs_of(called, limits, rates),
     }
 
 
@@ -152,15 +161,13 @@ def usable_memory(share: float, mesh: Mesh, limits: Limits) -> float:
     return usable
 
 
-def read_shape(config: Config) -> Architecture:
-    """The architecture of model.path, for which config.json is enough."""
-    if config.model.path == RANDOM or find_trained(config.model.path) is not None:
-        return read_model(config)[0]
-    name = model_name(config.model.path)
-    known = SHAPES / Path(name.repository if name else config.model.path).name.removesuffix("-Instruct")
-    if known.exists() and not place_of(config.model.path).exists():
+def read_shape(model: ModelConfig) -> Architecture:
+    """The architecture of model.path: of a published model without a download."""
+    name = model_name(model.path)
+    known = SHAPES / Path(name.repository if name else model.path).name.removesuffix("-Instruct")
+    if known.exists() and not place_of(model.path).exists():
         return read_architecture(known)
-    return read_architecture(model_at(config.model.path, weights=False))
+    return read_architecture_of(model)
 
 
 def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
@@ -175,7 +182,16 @@ def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
     return parts | {"total": max(parts["products"], parts["memory"]) + parts["collectives"]}
 
 
-def as_json(compiled: Compiled, limits: Limits, expected: Step | None = None) -> dict[str, Any]:
+def realistic_seconds(costs: Costs, limits: Limits, rates: Rates | None) -> dict[str, float] | None:
+    """The time of a call to expect, by class of kernels, and its collectives as in `seconds`; None without rates."""
+    bound = seconds(costs, limits)
+    if rates is None or bound is None:
+        return None
+    parts = expected_seconds(costs.kernels, limits, rates) | {"collectives": bound["collectives"]}
+    return parts | {"total": sum(parts.values())}
+
+
+def as_json(compiled: Compiled, limits: Limits, rates: Rates | None, expected: Step | None = None) -> dict[str, Any]:
     """The report's entry for one program, with its calls in the `expected` step if there is one."""
     program, costs = compiled.program, compiled.costs
     calls = {"calls": program.calls}
@@ -186,15 +202,16 @@ def as_json(compiled: Compiled, limits: Limits, expected: Step | None = None) ->
         "name": program.name,
         **calls,
         "bytes": compiled.bytes,
-        "costs": dataclasses.asdict(costs) if costs is not None else None,
-        "seconds": seconds(costs, limits) if costs is not None else None,
+        "costs": None if costs is None else dataclasses.asdict(costs) | {"kernels": costs.launches},
+        "seconds": None if costs is None else seconds(costs, limits),
+        "realistic": None if costs is None else realistic_seconds(costs, limits, rates),
         "compile_s": round(compiled.compile_s, 1),
     }
 
 
-def totals(compiled: Sequence[Compiled], limits: Limits, memory: float) -> dict[str, Any]:
+def totals(compiled: Sequence[Compiled], limits: Limits, memory: float, rates: Rates | None = None) -> dict[str, Any]:
     """Peak memory and costs per step of each stage, and whether the step fits."""
-    found, largest = costs_of(compiled, limits), max(one.total for one in compiled)
+    found, largest = costs_of(compiled, limits, rates), max(one.total for one in compiled)
     for name, stage in found["stages"].items():
         stage["bytes"] = max((one for one in compiled if one.program.stage == name), key=lambda one: one.total).bytes
     return {
@@ -205,24 +222,30 @@ def totals(compiled: Sequence[Compiled], limits: Limits, memory: float) -> dict[
     }
 
 
-def costs_of(compiled: Sequence[Compiled], limits: Limits) -> dict[str, Any]:
-    """Costs per step, and a lower bound on its time, in all and of each stage."""
+def costs_of(compiled: Sequence[Compiled], limits: Limits, rates: Rates | None = None) -> dict[str, Any]:
+    """Costs per step, a lower bound on its time, and with rates the time to expect, in all and of each stage."""
     stages: dict[str, Any] = {}
     for name in dict.fromkeys(one.program.stage for one in compiled):
         known = [(one.program.calls, one.costs) for one in compiled if one.program.stage == name and one.costs]
-        times = [(calls, seconds(costs, limits)) for calls, costs in known]
         stages[name] = {
             "calls": sum(one.program.calls for one in compiled if one.program.stage == name),
             "flops": sum(calls * costs.flops for calls, costs in known),
             "moved": sum(calls * costs.bytes for calls, costs in known),
             "sent": sum(calls * costs.sent for calls, costs in known),
+            "kernels": sum(calls * costs.launches for calls, costs in known),
             "collectives": _collectives(known),
-            "seconds": {part: sum(calls * found[part] for calls, found in times if found is not None) for part in PARTS}
-            if limits.is_known
-            else None,
+            "seconds": _added([(calls, seconds(costs, limits)) for calls, costs in known], PARTS),
+            "realistic": _added([(calls, realistic_seconds(costs, limits, rates)) for calls, costs in known], CLASSES),
         }
-    total = sum(stage["seconds"]["total"] for stage in stages.values()) if limits.is_known else None
-    return {"stages": stages, "step_seconds": total}
+    whole = {kind: [stage[kind] for stage in stages.values()] for kind in ("seconds", "realistic")}
+    step = {kind: None if None in times else sum(one["total"] for one in times) for kind, times in whole.items()}
+    return {"stages": stages, "step_seconds": step["seconds"], "realistic_seconds": step["realistic"]}
+
+
+def _added(times: Sequence[tuple[float, dict[str, float] | None]], parts: Sequence[str]) -> dict[str, float] | None:
+    """The parts of the time of so many calls each; None if one of them is unknown."""
+    known = [(calls, found) for calls, found in times if found is not None]
+    return {part: sum(calls * found[part] for calls, found in known) for part in parts} if known == times else None
 
 
 def _collectives(known: Sequence[tuple[float, Costs]]) -> list[dict[str, Any]]:

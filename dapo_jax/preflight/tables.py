@@ -8,14 +8,13 @@ from typing import Any
 from dapo_jax.data.published import num_test_problems
 from dapo_jax.parallel.devices import GIB
 from dapo_jax.preflight.compiled import KINDS, TEMPORARIES
-from dapo_jax.preflight.report import PARTS
+from dapo_jax.preflight.report import CLASSES, PARTS
 
 AMOUNTS = ("calls", "TFLOP", "GB moved", "GB sent")  # columns
-REACHED = (0.22, 0.27)  # of the bounds, by decoding and by updates of 0.5B and 1.5B (docs/speed.md)
 
 
-def tables(report: Mapping[str, Any]) -> str:
-    """A report of `preflight` as markdown."""
+def tables(report: Mapping[str, Any], *, realistic: bool = False) -> str:
+    """A report of `preflight` as markdown; `realistic` adds the time to expect of each stage by class of kernels."""
     device, assumed, plan, model = (report[key] for key in ("device", "assumed", "plan", "model"))
     stages, axes = report["stages"], _axes(report["mesh"])
     if report["training_mesh"] != report["mesh"]:
@@ -36,6 +35,8 @@ def tables(report: Mapping[str, Any]) -> str:
         lines += ["Collectives per step that send at least 1 % of their stage's bytes:", "", *collectives, ""]
     if "expected" in report:
         lines += [*_expected(report["expected"], stages), ""]
+    if realistic:
+        lines += [*_realistic(report), ""]
     if report["not_counted"]:
         lines += ["Not counted: " + "; ".join(report["not_counted"]) + ".", ""]
     if report["host_bytes_per_device"]:
@@ -43,17 +44,33 @@ def tables(report: Mapping[str, Any]) -> str:
     fits = "fits" if report["fits"] else "does NOT fit"
     verdict = f"It {fits}: {report['peak_bytes'] / GIB:.1f} of {device['memory'] / GIB:.1f} GiB per device"
     if report["step_seconds"] is not None:
-        verdict += f"; a step takes at least {report['step_seconds']:.0f} s"
+        verdict += f"; a step takes {_step(report)}"
         if "expected" in report:
-            verdict += f" if all are longest, {report['expected']['step_seconds']:.0f} s at the expected lengths"
-    return "\n".join([*lines, f"{verdict}.", *_whole_run(report), *(f"- {line}" for line in report["advice"])])
+            verdict += f" if all are longest, {_step(report['expected'])} at the expected lengths"
+    times = [*_whole_run(report), *_calibration(report)]
+    return "\n".join([*lines, f"{verdict}.", *times, *(f"- {line}" for line in report["advice"])])
+
+
+def _step(report: Mapping[str, Any]) -> str:
+    """The time of a step: a bound, and what to expect if that is known."""
+    least = f"at least {report['step_seconds']:.0f} s"
+    about = report.get("realistic_seconds")
+    return least if about is None else f"about {about:.0f} s ({least})"
+
+
+def _calibration(report: Mapping[str, Any]) -> list[str]:
+    """Where the times to expect are from, or why there are none."""
+    if report["step_seconds"] is None or "calibration" not in report:
+        return []
+    if report["realistic_seconds"] is None:
+        return ["", f"No time to expect: {report['calibration']}. Real kernels reach half of their peak or less."]
+    return ["", f"About: {report['calibration']}. Links count at their peak; rewards and the host do not count."]
 
 
 def _whole_run(report: Mapping[str, Any]) -> list[str]:
     """The time of all steps in hours and device-hours, if their number is known; at the expected lengths, if given.
 
-    Evaluations count, as far as the number of their problems is known. On H100s it also says the time at the shares of
-    these bounds that one of them has reached.
+    Evaluations count, as far as the number of their problems is known.
     """
     config, stages = report["config"], (report.get("expected") or report)["stages"]
     trainer, steps = config["trainer"], config["trainer"]["total_training_steps"]
@@ -66,22 +83,19 @@ def _whole_run(report: Mapping[str, Any]) -> list[str]:
     of_step = report["assumed"]["prompts_sampled"] * config["rollout"]["n"]
     devices = math.prod(report["mesh"].values())
 
-    def hours(decode: float, rest: float) -> str:
-        """At these shares of the bounds."""
-        times = {
-            name: stage["seconds"]["total"] / (decode if name == "decode" else rest) for name, stage in stages.items()
-        }
+    def hours(kind: str) -> str:
+        """By the "seconds" or the "realistic" times of the stages."""
+        times = {name: stage[kind]["total"] for name, stage in stages.items()}
         sampling = (times.get("prefill", 0.0) + times.get("decode", 0.0)) * evaluated / of_step
         total = (steps * sum(times.values()) + sampling) / 3600
         return f"{total:,.{int(total < 10)}f} h, {devices * total:,.0f} device-hours"
 
-    line = f"{steps} steps take at least {hours(1.0, 1.0)}"
-    if "H100" in report["device"]["name"]:
-        shares = f"{100 * REACHED[0]:.0f} % of the bound of decoding, {100 * REACHED[1]:.0f} % of the others"
-        line += f"; about {hours(*REACHED)} at what one H100 has reached ({shares})"
+    line = f"at least {hours('seconds')}"
+    if report.get("realistic_seconds") is not None:
+        line = f"about {hours('realistic')} ({line})"
     counted = [f"with {evaluations} evaluations"] * bool(responses)
     counted += [f"without evaluations on {' and '.join(unknown)}, whose problems are not counted here"] * bool(unknown)
-    return ["", "; ".join([line, *counted]) + "; checkpoints are written meanwhile."]
+    return ["", "; ".join([f"{steps} steps take {line}", *counted]) + "; checkpoints are written meanwhile."]
 
 
 def _responses_of_evaluation(config: Mapping[str, Any]) -> tuple[int, list[str]]:
@@ -127,6 +141,20 @@ def _work(stages: Mapping[str, Any]) -> list[str]:
         times = stage["seconds"] or {}
         rows.append([name, *_amounts(stage), *(f"{times[part]:.2f}" if part in times else "-" for part in PARTS)])
     return _table(["stage", *AMOUNTS, "s products", "s memory", "s collectives", "s"], rows)
+
+
+def _realistic(report: Mapping[str, Any]) -> list[str]:
+    """The time to expect of each stage, at the expected lengths if given; nothing where it is not known."""
+    found = report.get("expected") or report
+    if found["realistic_seconds"] is None:
+        return [f"No time to expect: {report['calibration']}."]
+    rows = []
+    for name, stage in found["stages"].items():
+        cells = [f"{stage['realistic'][part]:.2f}" for part in CLASSES]
+        rows.append([name, f"{stage['kernels']:.0f}", *cells, f"{stage['seconds']['total']:.2f}"])
+    head = ["stage", "kernels", *(f"s {part}" for part in CLASSES[:-1]), "s", "s, at least"]
+    lengths = "at the expected lengths" if "expected" in report else "if all are longest"
+    return [f"Seconds to expect {lengths}, by class of kernels; fixed: of each kernel:", "", *_table(head, rows)]
 
 
 def _amounts(stage: Mapping[str, Any]) -> list[str]:

@@ -88,6 +88,7 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     from dapo_jax.run.networks import build_learner
     from dapo_jax.run.parts import Run, build_held_out, open_monitor, open_rewards, open_sampler
     from dapo_jax.run.problems import Problems
+    from dapo_jax.run.settings import engine_settings
 
     num_prompts = args.batch // args.group
     values = default_config()
@@ -124,10 +125,11 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     stack.enter_context(jax.set_mesh(mesh))
     monitor = stack.enter_context(open_monitor(config, initial_step=0))
+    settings = engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh)
     rewards = stack.enter_context(open_rewards(config, problems, tokenizer, mesh, monitor))
-    sampler = stack.enter_context(open_sampler(config, arch, tokenizer, mesh, monitor))
+    sampler = stack.enter_context(open_sampler(settings, tokenizer, config.rollout.stop, monitor.stage))
     learner = build_learner(config, arch, tokenizer, Meshes(mesh, mesh), monitor, Pace(lambda: None))
-    held_out = build_held_out(config, problems, sampler, rewards, monitor)
+    held_out = build_held_out(config.evaluate, config.monitor, problems, sampler, rewards, shown=False)
     return Run(config, arch, problems, sampler, rewards, learner, held_out, monitor)
 
 

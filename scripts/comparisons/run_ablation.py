@@ -30,8 +30,8 @@ from comparison_report import report
 from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
 
 from dapo_jax.command.command_line import read_config, refusals
-from dapo_jax.config.values import default_config, freeze
-from dapo_jax.monitor.records import flatten, read_metrics
+from dapo_jax.config.values import default_config, flatten, freeze
+from dapo_jax.monitor.records import read_metrics
 from dapo_jax.tools.plot import empty_figure, points
 from dapo_jax.tools.sweep import run_training
 

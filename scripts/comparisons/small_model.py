@@ -82,7 +82,7 @@ def small_config() -> Config:
 
 def architecture() -> Architecture:
     """The model's, for the tokens of `small_tokenizer`."""
-    return dataclasses.replace(read_model(small_config())[0], vocab_size=192)
+    return dataclasses.replace(read_model(small_config().model)[0], vocab_size=192)
 
 
 def sum_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration]:

@@ -20,14 +20,15 @@ from dapo_jax.config.values import freeze
 from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.devices import GIB, Limits, limits_of
 from dapo_jax.parallel.mesh import Meshes, make_mesh
-from dapo_jax.preflight import report
+from dapo_jax.preflight import calibration, report
 from dapo_jax.preflight import tables as tables_module
 from dapo_jax.preflight.__main__ import main
 from dapo_jax.preflight.advice import advise
+from dapo_jax.preflight.calibration import Kernel
 from dapo_jax.preflight.compiled import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Compiled, Program, refused
 from dapo_jax.preflight.hlo_costs import Collective, Costs
 from dapo_jax.preflight.programs import Step
-from dapo_jax.preflight.report import preflight, read_shape, seconds, totals, usable_memory
+from dapo_jax.preflight.report import CLASSES, preflight, read_shape, realistic_seconds, seconds, totals, usable_memory
 from dapo_jax.preflight.tables import tables
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,7 @@ def test_the_report_for_a_cpu(monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkeypatch):
     monkeypatch.setattr(report, "limits_of", lambda device: Limits("device", 10 * GIB, 1e9, 1e9, 1e9))
+    monkeypatch.setattr(report, "rates_of", lambda limits, dtype: (calibration.H100, "at rates of another"))
     changes = {"data.max_prompt_length": 8, "data.max_response_length": 60, "rollout.max_num_seqs": 64}
     config = small_config("unused", **DIVIDED, **changes)
     found = preflight(config, "cpu", lengths="lognormal:median=10,sigma=0.3")
@@ -83,8 +85,13 @@ def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkey
     text = tables(found)
     assert "Expected at lognormal:median=10,sigma=0.3,clip=60,within=0.5,prompt_median=8,prompt_sigma=0.5" in text
     assert "| s, longest case | needed / computed |" in text and "at the expected lengths." in text
-    of_step, plan = expected["step_seconds"], found["assumed"]
-    assert "4 steps take at least 0.0 h, 0 device-hours; with 3 evaluations; checkpoints are written" in text
+    assert "\nAbout: at rates of another. Links count at their peak" in text and "by class of kernels" not in text
+    assert "\nSeconds to expect at the expected lengths, by class of kernels" in tables(found, realistic=True)
+    for stage in (*longest.values(), *expected["stages"].values()):
+        assert stage["realistic"]["total"] > stage["seconds"]["total"] or not stage["calls"]
+    assert f"about {expected['realistic_seconds']:.0f} s (at least {expected['step_seconds']:.0f} s) at the exp" in text
+    plan = found["assumed"]
+    assert "4 steps take about 0.0 h, 0 device-hours (at least 0.0 h, 0 device-hours); with 3 evaluations" in text
     assert tables_module._responses_of_evaluation(found["config"])[0] == 4 * found["config"]["evaluate"]["n"]
     files = {"task": "files", "val_files": ("data/aime-2024.parquet", "mine.jsonl")}
     tasks = json.dumps({"gsm8k": {"files": "hf://openai/gsm8k/main/test@main", "n": 1, "max_prompts": 1000}})
@@ -92,12 +99,11 @@ def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkey
     assert tables_module._responses_of_evaluation(of_files) == (30 * 32 + 1000, ["mine.jsonl"])
     found["config"]["trainer"] |= {"total_training_steps": 36_000, "test_freq": -1, "val_before_train": False}
     found["config"]["evaluate"]["n"] = 36_000 * plan["prompts_sampled"] * found["config"]["rollout"]["n"] // 4
-    sampling = sum(expected["stages"][name]["seconds"]["total"] for name in ("prefill", "decode"))
-    for name, reached in (("device", 1.0), ("NVIDIA H100 80GB HBM3", 0.25)):  # the last evaluation samples as all steps
-        found["device"]["name"] = name
-        monkeypatch.setattr(tables_module, "REACHED", (reached, reached))
-        hours = 10 * (of_step + sampling) / reached
-        assert re.search(rf"steps take .*{hours:,.{int(hours < 10)}f} h, {8 * hours:,.0f} device-hours", tables(found))
+    for kind, word in (("seconds", "at least"), ("realistic", "about")):
+        of_stages = {name: stage[kind]["total"] for name, stage in expected["stages"].items()}
+        sampling = of_stages["prefill"] + of_stages["decode"]
+        hours = 10 * (sum(of_stages.values()) + sampling)  # the last evaluation samples as all steps
+        assert f"{word} {hours:,.{int(hours < 10)}f} h, {8 * hours:,.0f} device-hours" in tables(found)
 
 
 def check(report):
@@ -124,7 +130,7 @@ def test_a_shape_replaces_a_model_that_is_not_on_the_disk(tmp_path):
     def arch(path):
         values = load_config("dapo_qwen2.5_7b_math")
         values.model.path = str(path)
-        return read_shape(freeze(values))
+        return read_shape(freeze(values).model)
 
     published = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "7B": 7_615_616_512, "32B": 32_763_876_352}
     for size, parameters in published.items():  # counted in the safetensors on the hub
@@ -179,6 +185,45 @@ def test_the_time_is_that_of_the_slower_of_products_and_memory_and_of_collective
     assert seconds(COSTS, Limits("other", None, None, None, None)) is None
 
 
+def kernels(*given):
+    """The costs of kernels that are launched four times each, given by class, FLOPs and bytes."""
+    flops, moved = (4 * sum(kernel[at] for kernel in given) for at in (1, 2))
+    collectives = COSTS.collectives
+    return Costs(flops, moved, collectives, kernels=tuple((Kernel(*kernel), 4.0) for kernel in given))
+
+
+H100, RATES = limits_of(SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")), calibration.H100
+
+
+def test_the_time_to_expect_is_that_of_each_kernel_and_never_less_than_the_bound():
+    wide = calibration.WIDE_ATTENTION
+    many = [(kind, flops, moved) for kind in RATES.flops for flops in (0.0, 1e12) for moved in (1e6, 1e10)]
+    for costs in (kernels(*many), *(kernels(one) for one in many)):
+        found, bound = realistic_seconds(costs, H100, RATES), seconds(costs, H100)
+        assert found["total"] > bound["total"] and found["collectives"] == bound["collectives"]
+        assert sum(found[part] for part in CLASSES[:-1]) == pytest.approx(found["total"])
+    computed = ("products", 6.65e12, 1e6), ("attention", 2.56e12, 1e6), (wide, 4.1e12, 1e6)
+    found = realistic_seconds(kernels(*computed, ("elementwise", 0.0, 2.73e9)), H100, RATES)
+    assert [found[part] for part in CLASSES[:4]] == pytest.approx([0.04, 0.08, 0.004, 4 * 4 * 3.6e-6])
+    assert realistic_seconds(COSTS, H100, None) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "words"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", "at what one H100 has reached .*2026-11-26, commit e321cd7"),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", "at the shares of the peaks that one H100 .*, not measured on A100"),
+        ("NVIDIA H100 80GB HBM3", "float32", "no kernels in float32 have been measured"),
+        ("Tesla T4", "bfloat16", "no kernels on T4 have been measured"),
+        ("TPU v5", "bfloat16", "no kernels on TPU v5p have been measured"),
+        ("cpu", "bfloat16", "no kernels on cpu have been measured"),
+    ],
+)
+def test_rates_are_those_of_an_h100_for_gpus_like_it_and_say_so(kind, dtype, words):
+    rates, source = calibration.rates_of(limits_of(SimpleNamespace(device_kind=kind)), dtype)
+    assert re.match(words, source) and (rates is None) == source.startswith("no kernels")
+
+
 def measured(stage="update", costs: Costs | None = COSTS, calls=2.0, **gib):
     """A compiled program that needs these GiB by kind."""
     sizes = {name.replace("_", " "): size * GIB for name, size in gib.items()}
@@ -192,6 +237,12 @@ def test_a_step_adds_up_its_calls_and_its_peak_is_the_largest_program():
     assert (update["calls"], update["flops"], update["sent"]) == (3, 600.0, 15.0)
     assert update["collectives"] == [{"kind": "all-reduce", "devices": 4, "per_host": 4, "count": 6, "bytes": 15.0}]
     assert found["step_seconds"] == 24.0 and found["peak_bytes"] == 5 * GIB and found["fits"]
+    assert found["realistic_seconds"] is None
+    launched = kernels(("products", 1e12, 1e6))
+    found = totals([measured(costs=launched), measured("decode", launched, 0.5)], H100, H100.memory, RATES)
+    assert [stage["kernels"] for stage in found["stages"].values()] == [8, 2]
+    once = realistic_seconds(launched, H100, RATES)["total"]
+    assert found["step_seconds"] < found["realistic_seconds"] == pytest.approx(2.5 * once)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +271,9 @@ def advice_of(taken, changes, *meshes, gib=10, **sizes):
     """What is advised on a step that needs so much, where a device has so many GiB."""
     config, step = small_config("unused", **changes), Step((), 0.0, sizes, rows=128, micro_batches=1)
     training, sampling = (mesh_of(shape) for shape in (meshes * 2)[:2])
-    return advise(config, read_shape(config), Meshes(training, sampling), step, [taken], gib * GIB, attention="xla")
+    return advise(
+        config, read_shape(config.model), Meshes(training, sampling), step, [taken], gib * GIB, attention="xla"
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +301,7 @@ def test_pages_leave_room_for_what_is_computed():
 
 
 def test_passes_that_do_not_fit_are_divided_by_more_tensor_in_training_alone():
-    assert read_shape(small_config("unused")).num_kv_heads == 2
+    assert read_shape(small_config("unused").model).num_kv_heads == 2
     for training, proposed in (((1, 8, 1), True), ((1, 4, 2), False)):
         (line,) = advice_of(measured(temporaries=11), RECOMPUTED, training, (1, 4, 2))
         assert ("set mesh.train_tensor=2" in line) == proposed and "mesh.tensor" not in line

@@ -1,16 +1,25 @@
-"""The lengths of the benchmarks' responses: the same for all contenders, which all count the same tokens."""
+"""The lengths of the benchmarks' responses: the same for all contenders, which all count the same tokens.
+
+And how accurate bfloat16 is.
+"""
 
 import argparse
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import benchmark_rollout
 import benchmark_step
 import benchmark_update
+import bfloat16_numerics
 import numpy as np
 import peer_trainers
 import pytest
 import workload
 
+from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.hf_architecture import architecture_from_hf
 
 LONG_TAIL = "lognormal:median=24,sigma=1,clip=128"
@@ -87,3 +96,25 @@ def test_a_peer_ends_each_response_at_its_length():
 def test_tunix_takes_no_step_of_uneven_lengths():
     with pytest.raises(NotImplementedError, match="no lengths per row"):
         benchmark_step.TunixStep(arguments(UNEVEN), "float32")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_models_of_the_numerics_have_every_kind_of_layer(name):
+    arch, family = bfloat16_numerics.random_model(name)[0], FAMILIES[name]
+    kinds = [arch.pattern[layer % len(arch.pattern)] for layer in range(arch.num_layers)]
+    assert {kind.window for kind in kinds} == {"all": {32}, "typed": {32, None}}.get(family.window, {None})
+    assert {kind.rotary for kind in kinds} == ({True, False} if family.leaves_out_rotary else {True})
+    assert any(kind.experts for kind in kinds) == family.experts
+
+
+@pytest.mark.full
+def test_the_numerics_of_bfloat16_are_a_table():
+    """In a process of its own, where XLA keeps every rounding."""
+    words = [sys.executable, bfloat16_numerics.__file__, "--families", "qwen2"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=900)
+    assert done.returncode == 0, done.stderr
+    row = re.search(r"\| qwen2 \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|", done.stdout)
+    assert row is not None, done.stdout
+    found = dict(zip(re.findall(r"(?:k3|error), \w+", done.stdout), map(float, row.groups()), strict=False))
+    assert found["k3, float32"] < found["k3, bfloat16"] < 1e-4
+    assert 0 < found["error, float32"] < 0.05 and 0 < found["error, bfloat16"] < 0.05
