@@ -22,7 +22,7 @@ from dapo_jax.training.loop import train
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPE = Path(__file__).with_name("small_recipe.py")
-CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
+CLOCK = ("time/", "timing", "perf/", "environment/time_s/", "dynamic_sampling/first_release_s")
 
 
 def load_config(name: str = "") -> Any:

@@ -145,14 +145,18 @@ def test_training_ahead_may_be_divided_without_tensor(tmp_path, divided):
         assert row["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-4)
 
 
+def sections(config):
+    return config.data, config.rollout, config.algorithm
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_batch_of_another_size_that_was_sampled_ahead_is_refused(tmp_path, size):
     """A smaller one ended with a shape that cannot be, a larger one trained on fewer groups."""
     ahead = Collected(None, {"dynamic_sampling/target_prompt_num": 4.0}, 4, 4)
     stream = StreamState(0, 1.0, History.empty(1))
-    check_sampling(small_config(tmp_path), stream, ahead, None)
+    check_sampling(*sections(small_config(tmp_path)), stream, ahead, None)
     with pytest.raises(ValueError, match=f"train_batch_size=4, and the run has {size}: restore that value"):
-        check_sampling(small_config(tmp_path, **{"data.train_batch_size": size}), stream, ahead, None)
+        check_sampling(*sections(small_config(tmp_path, **{"data.train_batch_size": size})), stream, ahead, None)
 
 
 def test_training_and_sampling_have_devices_of_their_own():

@@ -30,6 +30,7 @@ from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
 from dapo_jax.rewards import verification
 from dapo_jax.run.held_out import mean_accuracy
+from dapo_jax.run.progress import is_finite
 from dapo_jax.training import loop as train_module
 from dapo_jax.training import step as step_module
 from dapo_jax.training.loop import main, train
@@ -243,6 +244,13 @@ def test_a_batch_that_is_not_finite_changes_nothing_and_is_kept_and_too_many_in_
     assert [path.name for path in kept] == [f"step_{step:06d}.npz" for step in (1, 3, 4)]
     with np.load(kept[0]) as batch:
         assert np.isinf(batch["advantages"]).any() and batch["responses"].shape == batch["mask"].shape
+
+
+def test_a_step_is_finite_if_policy_and_critic_are():
+    finite = dict.fromkeys(("actor/loss", "critic/vf_loss", "actor/skipped_updates", "critic/skipped_updates"), 0.0)
+    assert is_finite(finite) and is_finite({})
+    wrong = {"loss": np.nan, "vf_loss": np.inf, "skipped_updates": 1.0}
+    assert not any(is_finite({**finite, name: wrong[name.partition("/")[2]]}) for name in finite)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Whole runs of a random two-layer model: resuming, records, rewards, options that change a run's course."""
 
+import itertools
 import json
 import re
 
@@ -83,8 +84,9 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
 
 @pytest.mark.slow
 def test_slots_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch, one_device):
-    """With what slots have learnt of lengths, which decide between 5 and 6 of them; and other adapters are refused."""
-    monkeypatch.setattr(lengths, "free_bytes", lambda mesh: 1e5)
+    """With the memory that was free at first, whatever is free later; and other adapters are refused."""
+    free = itertools.chain([1e5, 1e5], itertools.repeat(9e5))  # of the whole run, of the killed one, of its restart
+    monkeypatch.setattr(lengths, "free_bytes", lambda mesh: next(free))
     changes = {
         "rollout.max_num_seqs": 0,
         "rollout.decode_chunk_length": 4,

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from dynamic_sampling.small_groups import NUM_ROWS, MadeUp, accumulated, experience, numbers_of, run, start
+from dynamic_sampling.small_groups import NUM_ROWS, MadeUp, accumulated, experience, numbers_of, start
 from dynamic_sampling.test_segments import run as run_segments
 from small_run import resumed
 
@@ -118,14 +118,6 @@ def test_a_restart_between_two_steps_keeps_prompts_and_history():
         del arrays[name]
     state, _ = restored_arrays(arrays, prompts, None)
     assert_same_history(state.history, history_of(uniform_in_a_row=before.history.uniform_in_a_row))
-
-
-def test_groups_that_are_sampled_again_do_not_count():
-    accepted, _ = run(lambda number: number % 2 == 0, size=20, target=4)
-    assert accepted.num_requeued == 13 and accepted.state.next_prompt == 7
-    seen = ~np.isnan(accepted.state.history.accuracy)
-    assert np.flatnonzero(seen).tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert accepted.state.history.mixed_rate[:8].tolist() == [1, 0.5, 1, 0.5, 1, 0.5, 1, 1]
 
 
 def test_segments_remember_groups_when_they_have_ended():

@@ -6,17 +6,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dynamic_sampling.small_groups import NUM_ROWS, experience, round_of, start
+from dynamic_sampling.small_groups import NUM_ROWS, experience, numbers_of, round_of, start
 
 from dapo_jax.config.sections import FilterGroupsConfig
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.dynamic_sampling.accumulation import Found
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
 from dapo_jax.dynamic_sampling.schedule import Schedule
+from dapo_jax.rollout.responses import Request
+from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run.segments import SegmentedRollout, Segments
 from dapo_jax.training.metrics import sampling_metrics
+from dapo_jax.training.state import RunState, restored_arrays, saved_arrays
 from dapo_jax.training.step import accumulate
 
 SEGMENTS = Segments(15, 40)  # a response takes up to three steps
+REQUEST = Request(None, 2, TRAIN, Sampling.create(1.0, 1.0, -1))
 SOURCE = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
 
 
@@ -34,7 +40,7 @@ class MadeUpSegments(SegmentedRollout):
 
     def __init__(self, step, begun):
         stage = SimpleNamespace(stage=lambda name: nullcontext())
-        super().__init__(stage, None, None, int, None, step - 1, segments=SEGMENTS, begun=begun)
+        super().__init__(stage, REQUEST, None, int, None, step - 1, segments=SEGMENTS, begun=begun)
         self.numbers = []
 
     def drawn(self, numbers, versions):
@@ -140,3 +146,16 @@ def test_the_policy_of_each_token_follows_from_its_place():
     groups = dataclasses.replace(experience([0, 1], np.zeros((2, 1)), lengths=40), versions=np.array([3, 7]))
     versions = SEGMENTS.token_versions(groups)
     assert versions[0, 0].tolist() == [3] * 15 + [4] * 15 + [5] * 10 and (versions[1] == versions[0] + 4).all()
+
+
+def test_a_restart_between_two_steps_changes_nothing():
+    """Carried groups, groups under way and all else that a stream knows go through a checkpoint's arrays."""
+    whole, before = run(12), dataclasses.replace(run(5)[-1][0].state, lowest={"score": -2.0})
+    assert before.begun is not None and before.carried is not None
+    prompts = PromptSet([], [[1]] * NUM_ROWS)
+    state, _ = restored_arrays(saved_arrays(RunState(None, None, before, {})), prompts, character_tokenizer())
+    for name in ("next_prompt", "keep_rate", "lowest"):
+        assert getattr(state, name) == getattr(before, name), name
+    for (found, begun), (expected, numbers) in zip(run(7, state=state, first=6), whole[5:], strict=True):
+        assert begun == numbers and (found.experience is None) == (expected.experience is None)
+        assert found.experience is None or numbers_of(found) == numbers_of(expected)

@@ -14,6 +14,7 @@ from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.learner.batch import make_batch, policy_statistics
 from dapo_jax.learner.learner import update
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.rewards.pipeline import RewardPipeline
 from dapo_jax.run import networks as run_module
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.parts import open_run
@@ -399,11 +400,17 @@ def test_gdpo_without_names_takes_the_parts_of_the_reward(accepted):
 
 
 @pytest.mark.slow
-def test_remax_compares_with_the_greedy_response(accepted):
-    batch, _ = batch_with(accepted, **{"algorithm.adv_estimator": "remax"})
-    scores = accepted[1].scores["seq_reward"]
-    baseline = scores - batch.advantages[:, 0].reshape(scores.shape)
-    assert (baseline == baseline[:, :1]).all() and np.isin(baseline, (0.0, 1.0)).all()
+def test_remax_compares_with_the_greedy_response_to_the_same_prompt(accepted, monkeypatch):
+    scores, remax = accepted[1].scores["seq_reward"], {"algorithm.adv_estimator": "remax"}
+
+    def baselines():
+        return scores - batch_with(accepted, **remax)[0].advantages[:, 0].reshape(scores.shape)
+
+    found, numbers = baselines(), accepted[1].numbers[:, None]
+    assert (found == found[:, :1]).all() and np.isin(found, (0.0, 1.0)).all()
+    reward = lambda self, groups, prompts: groups.with_scores(seq_reward=groups.numbers[:, None] / 8)  # noqa: E731
+    monkeypatch.setattr(RewardPipeline, "shape", reward)
+    np.testing.assert_array_equal(baselines(), np.broadcast_to(numbers / 8, scores.shape))
 
 
 @pytest.mark.slow

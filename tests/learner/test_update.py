@@ -10,9 +10,12 @@ import pytest
 from shapes import one_device_mesh
 from small_policy import actor_on, actor_settings, micro_batch, plain_batch, update_settings
 
+from dapo_jax.algorithms.distillation import coarse_reverse_kl
+from dapo_jax.config.sections import DistillationConfig
 from dapo_jax.data.containers import Mean
-from dapo_jax.learner.actor import policy_token_loss
+from dapo_jax.learner.actor import loss_of, policy_token_loss
 from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.update import Update, _optimizer_steps, mini_batches, sequence_lengths, tokens_of_devices
 from dapo_jax.parallel.sharding import fetch
 from dapo_jax.parallel.stopping import unpaced
@@ -78,8 +81,41 @@ def test_the_off_policy_mask_compares_with_the_sampler_and_no_token_is_drawn_tha
         selected = fetch(select(batch, -np.broadcast_to(np.arange(8.0)[:, None], mask.shape) * mask * 0.01))
         assert selected.any() and not selected[4:].any()
         piece = micro_batch(batch.replace(selected=selected))
-    _, metrics = policy_token_loss(jnp.zeros(piece.mask.shape), piece, actor_settings(**changes).options)
+    loss, metrics = policy_token_loss(jnp.zeros(piece.mask.shape), piece, actor_settings(**changes).options)
+    left_out = np.asarray(piece.sampled_logprobs) > 0.5
+    np.testing.assert_array_equal(np.asarray(loss)[piece.mask] == 0, left_out[piece.mask])
     assert metrics["off_policy_masked"].total == mask[4:].sum() and metrics["off_policy_masked"].count == mask.sum()
+
+
+def test_the_loss_is_the_weighted_sum_of_its_terms():
+    rng, shape = np.random.default_rng(0), BATCH.mask.shape
+    names = ("advantages", "old_logprobs", "ref_logprobs", "loss_weights")
+    fields: dict[str, Any] = {name: rng.uniform(0.1, 1, shape).astype(np.float32) for name in names}
+    fields["teacher_logprobs"] = -rng.uniform(1, 2, (*shape, 2)).astype(np.float32)
+    piece = micro_batch(BATCH.replace(**fields, loss_mask=BATCH.mask & (np.arange(64) % 3 > 0)))
+    of_candidates, entropy = piece.teacher_logprobs - 0.5, rng.uniform(1, 2, piece.mask.shape).astype(np.float32)
+    teacher = DistillationConfig(path="random", form="top_k", top_k=2, weight=0.5)
+    settings = actor_settings(entropy_coeff=0.3, kl_loss_coef=0.2, kl_loss_type="k2", distillation=teacher)
+    found, _ = loss_of(TokenStatistics(piece.old_logprobs, entropy, None, of_candidates), piece, settings)
+    kl = np.square(piece.old_logprobs - piece.ref_logprobs) / 2
+    distilled = np.asarray(coarse_reverse_kl(jnp.asarray(of_candidates), jnp.asarray(piece.teacher_logprobs)))
+    terms = -piece.advantages + 0.2 * kl + 0.5 * distilled - 0.3 * entropy  # ratios are 1
+    np.testing.assert_allclose(found, np.sum(piece.loss_weights * terms, where=piece.loss_mask), rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "geo_mean"])
+def test_importance_weights_scale_the_loss_once(loss):
+    """Also that of a loss which takes them itself."""
+    ones = BATCH.mask.astype(np.float32)
+    batch, options = BATCH.replace(advantages=ones, old_logprobs=0.1 * ones), actor_settings(loss_mode=loss).options
+
+    def token_loss(**weights):
+        piece = micro_batch(batch.replace(**weights))
+        return policy_token_loss(jnp.zeros(piece.mask.shape), piece, options)[0] * piece.mask
+
+    plain = token_loss()
+    np.testing.assert_allclose(token_loss(importance_weights=1.5 * ones), 1.5 * plain, rtol=1e-5)
+    assert np.abs(plain).sum() > 0
 
 
 def test_a_sequence_is_a_response_with_its_own_prompt():
