@@ -1,6 +1,6 @@
 """Host: the console command `dapo-jax`: every command of the package by its name.
 
-dapo-jax COMMAND [options]
+dapo-jax COMMAND [options]     (or: python -m dapo_jax.cli COMMAND [options])
 """
 
 import importlib
@@ -76,3 +76,7 @@ def help_text() -> str:
             "First run, half a minute on any machine: dapo-jax train --config tiny",
         ]
     )
+
+
+if __name__ == "__main__":
+    main()

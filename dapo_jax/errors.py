@@ -38,9 +38,9 @@ def divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0] if number < 10**6 else [1]
 
 
-def nearest(numbers: Iterable[int], wanted: int, *, most: int = 3) -> str:
-    """The numbers closest to `wanted`, at most `most` of them, as in "8, 12 or 24"; "" if there are none."""
-    chosen = sorted(sorted(set(numbers), key=lambda one: (abs(one - wanted), one))[:most])
+def nearest(numbers: Iterable[int], wanted: int) -> str:
+    """The numbers closest to `wanted`, at most three, as in "8, 12 or 24"; "" if there are none."""
+    chosen = sorted(sorted(set(numbers), key=lambda one: (abs(one - wanted), one))[:3])
     if not chosen:
         return ""
     *first, last = map(str, chosen)

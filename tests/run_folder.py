@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
-from dapo_jax.monitor.recipe import Recipe, write_recipe
-from dapo_jax.monitor.records import to_json_line, write_config
+from dapo_jax.monitor.recipe import Recipe, write_config, write_recipe
+from dapo_jax.monitor.records import to_json_line
 
 ENVIRONMENT = {"versions": {"python": "3.12.1", "jax": "0.11.0"}, "devices": "4 x NVIDIA H100", "processes": 2}
 ENVIRONMENT["host"] = "EPYC, 64 cores"

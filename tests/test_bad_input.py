@@ -279,7 +279,7 @@ def test_it_is_accepted(name, monkeypatch, capsys, tmp_path):
 def checkpoint(tmp_path_factory) -> Path:
     """The work directory of a run with a checkpoint of step 3."""
     config = small_config(tmp_path_factory.mktemp("trained") / "run")
-    arch, _ = read_model(config)
+    arch, _ = read_model(config.model)
     mesh = make_mesh(-1, 1, 1)
     shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape
     state = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), shape)

@@ -9,8 +9,9 @@ import tokenizers
 from small_run import small_config
 from tokenizers.models import WordLevel
 
-from dapo_jax.monitor.records import write_config
-from dapo_jax.run.base_models import check_model_paths, context_warning, read_model
+from dapo_jax.config.sections import ModelConfig
+from dapo_jax.monitor.recipe import write_config
+from dapo_jax.run.base_models import check_model_paths, context_warning, model_paths, read_model
 
 MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"  # made for 512 positions
 
@@ -29,8 +30,8 @@ def test_texts_beyond_the_context_of_the_model_are_warned_of(prompt, response, w
 def test_every_model_that_is_missing_is_named_at_once(tmp_path):
     paths = {"model.path": str(tmp_path / "a"), "reward.model.path": "models/RM"}
     with pytest.raises(ValueError, match="model.path=.*/a does not exist: give.*\nreward.model.path=models/RM does no"):
-        check_model_paths(small_config(tmp_path, **paths))
-    check_model_paths(small_config(tmp_path, **{"model.path": str(MODEL)}))
+        check_model_paths(model_paths(small_config(tmp_path, **paths)))
+    check_model_paths(model_paths(small_config(tmp_path, **{"model.path": str(MODEL)})))
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def model_of_embeddings(tmp_path):
         hf = json.loads((MODEL / "config.json").read_text())
         hf |= {"vocab_size": vocab_size, "eos_token_id": backend.token_to_id(eos)}
         (tmp_path / "config.json").write_text(json.dumps(hf))
-        return small_config(tmp_path / "run", **{"model.path": str(tmp_path)})
+        return ModelConfig(str(tmp_path))
 
     return make
 
@@ -66,6 +67,6 @@ def test_a_step_of_a_run_is_found_if_its_checkpoints_are_elsewhere(tmp_path, mon
     (tmp_path / "run").mkdir()
     write_config(tmp_path / "run", dataclasses.asdict(before))
     monkeypatch.setattr("dapo_jax.run.other_runs.saved_steps", lambda directory: [2])
-    check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/2"}))
+    check_model_paths({"model.path": f"{tmp_path}/run/checkpoints/2"})
     with pytest.raises(ValueError, match="holds steps"):
-        check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/3"}))
+        check_model_paths({"model.path": f"{tmp_path}/run/checkpoints/3"})

@@ -1,6 +1,8 @@
 """The command dapo-jax, and the recipes that it names."""
 
 import importlib
+import runpy
+import sys
 
 import pytest
 
@@ -11,11 +13,14 @@ from dapo_jax.config.values import freeze
 from dapo_jax.tools.configs import launchers
 
 
-def test_help_and_version(capsys):
+def test_help_and_version(capsys, monkeypatch):
     cli.main([])
     listed = capsys.readouterr().out
     assert all(f"  {name} " in listed for name in cli.COMMANDS)
     cli.main(["--version"])
+    assert capsys.readouterr().out == f"dapo_jax {__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["cli.py", "--version"])
+    runpy.run_path(cli.__file__, run_name="__main__")  # python -m dapo_jax.cli did nothing
     assert capsys.readouterr().out == f"dapo_jax {__version__}\n"
 
 

@@ -14,10 +14,11 @@ from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.attention import XLA
-from dapo_jax.monitor.records import read_metrics, write_config
-from dapo_jax.run.base_models import TEACHER, read_model
+from dapo_jax.monitor.recipe import write_config
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.run.base_models import read_architecture_of, read_model
 from dapo_jax.run.networks import check_vocabulary, load_teacher
-from dapo_jax.run.settings import all_micro_batches
+from dapo_jax.run.settings import actor_settings, all_micro_batches
 from dapo_jax.training.loop import train
 
 NAME = "algorithm.distillation"
@@ -73,19 +74,24 @@ def test_another_vocabulary_is_refused():
         check_vocabulary(*paths, richer, own)
 
 
+def teacher_of(config, mesh):
+    policy = actor_settings(config, read_model(config.model)[0], mesh)
+    return load_teacher(config, policy, character_tokenizer(), mesh)
+
+
 def test_a_teacher_that_the_mesh_or_the_candidates_do_not_fit_is_refused(tmp_path):
     config = config_with({f"{NAME}.path": "random", f"{NAME}.form": "top_k", f"{NAME}.top_k": 99})
     with pytest.raises(InputError, match="top_k=99 must be at most the 49 tokens"):
-        load_teacher(config, character_tokenizer(), one_device_mesh())
+        teacher_of(config, one_device_mesh())
     config = config_with({f"{NAME}.path": with_tokenizer("qwen3_qknorm", tmp_path)})
     with pytest.raises(InputError, match=rf"the mesh does not fit {NAME}.path=.*qwen3_qknorm: mesh.tensor=8 must"):
-        load_teacher(config, character_tokenizer(), mesh_of((1, 1, 8)))
+        teacher_of(config, mesh_of((1, 1, 8)))
 
 
 def test_a_teacher_chooses_its_experts_itself(tmp_path):
     path = with_tokenizer("qwen3_moe", tmp_path)
     config = config_with({f"{NAME}.path": path, "model.path": path})
     mesh = one_device_mesh()
-    of_policy = all_micro_batches(trained(config), config.model, XLA, read_model(config, TEACHER)[0], mesh)
+    of_policy = all_micro_batches(trained(config), config.model, XLA, read_architecture_of(config.model), mesh)
     assert of_policy["actor"].choices is not None, "the policy replays what the sampler chose"
-    assert load_teacher(config, character_tokenizer(), mesh).micro_batches.choices is None
+    assert teacher_of(config, mesh).micro_batches.choices is None

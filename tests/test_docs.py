@@ -10,9 +10,8 @@ import yaml
 from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import default_config, freeze
+from dapo_jax.config.values import default_config, flatten, freeze
 from dapo_jax.monitor.console import Console
-from dapo_jax.monitor.records import flatten
 from dapo_jax.training import step
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +20,7 @@ OPTIONS = flatten(dataclasses.asdict(Config()))
 SECTIONS = {key.partition(".")[0] for key in OPTIONS}
 # Files of the reader, of another program, or made by a run.
 OF_OTHERS = {"FILE.py", "mine.py", "my/rewards.py", "countdown.py", "test_countdown.py", "run.sh", "run_dapo.sh"}
-OF_OTHERS |= {"run.py", "recipe/dapo/dapo_ray_trainer.py", "train.sbatch"}
+OF_OTHERS |= {"run.py", "recipe/dapo/dapo_ray_trainer.py", "train.sbatch", "guess.py", "desk.py"}
 WRITTEN_BY_HAND = ("getting_started", "troubleshooting", "coming_from_verl")
 
 
@@ -36,7 +35,8 @@ def test_options_and_scripts_that_a_page_names_exist(name):
             assert (bool(keys) or len(ours) == 1 or ours[0] == "-") and all(key in OPTIONS for key in keys), ours[0]
     for code in re.findall(r"`([^`\n]+)`", text):
         key = code.partition("=")[0].removeprefix("--config.").removesuffix(".*")
-        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in SECTIONS:
+        is_option = re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and not key.endswith(".json")  # a file has that
+        if is_option and key.partition(".")[0] in SECTIONS:
             assert key in OPTIONS or any(option.startswith(f"{key}.") for option in OPTIONS), code
         if code.startswith(("configs/", "scripts/")):
             assert (ROOT / code).exists(), code

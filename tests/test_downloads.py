@@ -29,7 +29,7 @@ from dapo_jax.export.export import export
 from dapo_jax.hub import client
 from dapo_jax.hub.names import HubName, data_name, model_name
 from dapo_jax.hub.repositories import fetch_model, model_at, pinned_name
-from dapo_jax.monitor.records import write_config
+from dapo_jax.monitor.recipe import write_config
 from dapo_jax.preflight.report import read_shape
 from dapo_jax.run.downloads import with_downloads
 from dapo_jax.training.loop import train
@@ -276,10 +276,10 @@ def test_a_row_of_another_schema_is_named_with_its_columns(data):
 
 
 def test_preflight_asks_the_hub_for_a_description_only(hub, commit, tmp_path):
-    assert read_shape(config_of(tmp_path)).num_layers == 3
+    assert read_shape(config_of(tmp_path).model).num_layers == 3
     assert "model.safetensors" not in sent(hub)
     hub.asked.clear()
-    assert read_shape(config_of(tmp_path, **{"model.path": "Qwen/Qwen2.5-7B-Instruct"})).num_layers == 28
+    assert read_shape(config_of(tmp_path, **{"model.path": "Qwen/Qwen2.5-7B-Instruct"}).model).num_layers == 28
     assert hub.asked == []  # configs/shapes has it
 
 

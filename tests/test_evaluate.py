@@ -18,8 +18,8 @@ from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.command.validation import validate
 from dapo_jax.config.values import flat, with_values
 from dapo_jax.evaluate.evaluate import as_in_the_run, bench, main, open_policy, table
-from dapo_jax.monitor.recipe import Recipe
-from dapo_jax.monitor.records import read_metrics, write_config
+from dapo_jax.monitor.recipe import Recipe, write_config
+from dapo_jax.monitor.records import read_metrics
 from dapo_jax.run.held_out import mean_accuracy
 from dapo_jax.training.loop import train
 

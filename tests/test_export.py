@@ -29,7 +29,7 @@ from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.transformer import forward, logits, positions_of
-from dapo_jax.monitor.records import write_config
+from dapo_jax.monitor.recipe import write_config
 from dapo_jax.run.base_models import read_model
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.progress import Progress
@@ -56,7 +56,7 @@ def hf_directory(path, name):
 
 def save_checkpoint(config, step=3, mesh=None):
     """A checkpoint of `config` with random numbers in the place of all that is trained; returns the policy's."""
-    arch, mesh = read_model(config)[0], mesh or one_device_mesh()
+    arch, mesh = read_model(config.model)[0], mesh or one_device_mesh()
     settings = actor_settings(config, arch, mesh)
     actor, has_critic = build_actor(settings, mesh).trainable, uses_critic(config.algorithm)
     critic = build_critic(settings.passes, config.critic, mesh).trainable if has_critic else None
@@ -116,7 +116,7 @@ def test_the_command_exports_what_a_run_has_trained(whole, tmp_path, capsys):
     assert f"after step 4 is in {output}, in float32" in capsys.readouterr().out
     assert_equal(loaded(output), whole[1])
     exported = with_values(config, {"model.path": str(output)})
-    (arch, tokenizer), (found_arch, found_tokenizer) = read_model(config), read_model(exported)
+    (arch, tokenizer), (found_arch, found_tokenizer) = read_model(config.model), read_model(exported.model)
     assert found_arch == arch
     assert_same_tokenizer(found_tokenizer, tokenizer)
     main([*command, f"--output={tmp_path / 'first'}", "--step=1"])

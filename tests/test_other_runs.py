@@ -13,7 +13,7 @@ from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config, OptimConfig, TrainerConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.learner.optimizer import Models, init_state
-from dapo_jax.monitor.records import write_config
+from dapo_jax.monitor.recipe import write_config
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.other_runs import PINNED, Origin, find_checkpoint, find_trained, pinned
 from dapo_jax.run.progress import Progress

@@ -19,8 +19,16 @@ def config_with(tasks, **changes):
     return small_config("unused", **{"evaluate.tasks": text, **changes})
 
 
+def held_out_of(config):
+    return held_out_options(config.data, config.evaluate, config.reward)
+
+
+def tasks_of(config):
+    return parse_tasks(config.evaluate.tasks, held_out_of(config))
+
+
 def test_a_task_set_has_the_held_out_problems_options_unless_it_has_its_own():
-    aime, greedy = parse_tasks(
+    aime, greedy = tasks_of(
         config_with(
             {"aime": {"files": "a.jsonl", "n": 32}, "greedy": {"files": ["a.jsonl", "b.jsonl"], "temperature": 0}},
             **{"evaluate.top_p": 0.7, "reward.function": "math_dapo"},
@@ -48,7 +56,7 @@ def test_what_is_wrong_with_tasks_is_named():
         ({"a": {"files": "f", "temperature": "hot"}}, "temperature='hot' must be a number"),
     ):
         with pytest.raises(ValueError, match=message):
-            parse_tasks(config_with(tasks))
+            tasks_of(config_with(tasks))
 
 
 def test_auto_is_the_verifier_of_the_data_if_there_is_only_one(tmp_path):
@@ -65,7 +73,7 @@ def test_auto_is_the_verifier_of_the_data_if_there_is_only_one(tmp_path):
 
 def test_a_prompt_that_is_repeated_is_one_problem_with_more_samples():
     rows = [PromptRow(*row, {}) for row in (("p", "s", "1"), ("q", "t", "1"), ("p", "s", "1"), ("p", "s", "2"))]
-    held_out = TaskSet(held_out_options(config_with("{}")), PromptSet(rows, [[1]] * 4))
+    held_out = TaskSet(held_out_of(config_with("{}")), PromptSet(rows, [[1]] * 4))
     assert held_out.by_name == [("s", [[0, 2], [3]]), ("t", [[1]])]
 
 
@@ -101,7 +109,7 @@ def test_what_a_template_makes_is_a_message_or_plain_text_without_a_chat_templat
 
 def test_columns_of_tasks_and_files_of_a_mixture_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(ValueError, match="'a': prompt_key is not read with a prompt_template: leave it out"):
-        parse_tasks(config_with({"a": {"files": "f", "prompt_key": "q", "prompt_template": "{q}"}}))
+        tasks_of(config_with({"a": {"files": "f", "prompt_key": "q", "prompt_template": "{q}"}}))
     files = [write_rows(tmp_path / "a.jsonl"), write_rows(tmp_path / "long.jsonl", prompts=["1" * 99])]
     changes = {"data.task": "files", "data.train_files": files, "data.mixture": [1.0, 2.0]}
     with pytest.raises(ValueError, match="data.mixture: .*long.jsonl must have a prompt to train on, and has none"):

@@ -1,6 +1,7 @@
 """What a run begins with: policy, reference and critic; and when it recomputes log-probabilities."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -33,7 +34,9 @@ POLICY = {"architectures": ["LlamaForCausalLM"]}
 def reference_of(**changes):
     """What `load_reference` gives a policy of the architecture at LLAMA."""
     config = small_config("unused", **changes)
-    return load_reference(config, read_architecture(LLAMA), lambda params: params, one_device_mesh()).params
+    arch = read_architecture(LLAMA)
+    load = functools.partial(load_policy, arch=arch, mesh=one_device_mesh())
+    return load_reference(config.reference, config.model, arch, load, lambda params: params).params
 
 
 def assert_equal(found, expected):
@@ -53,10 +56,11 @@ def test_the_reference_is_the_models_own_start_unless_another_is_named():
 
 def test_the_reference_of_a_random_model_is_its_start():
     config, mesh = small_config("unused"), one_device_mesh()
-    arch, _ = read_model(config)
+    arch, _ = read_model(config.model)
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(config, arch, mesh), mesh)
-        reference = load_reference(config, arch, build_freeze(arch, np.float32, mesh), mesh)
+        load = functools.partial(load_policy, arch=arch, mesh=mesh, seed=config.seed)
+        reference = load_reference(config.reference, config.model, arch, load, build_freeze(arch, np.float32, mesh))
         assert_equal(reference.params, actor.trainable.init_random(config.seed).params)
 
 
@@ -64,7 +68,7 @@ def critic_of(policy, critic_path):
     """The parameters that a run of the policy at `policy` and its critic begin with."""
     changes = {"algorithm.adv_estimator": "gae", "critic.model.path": str(critic_path)}
     config = small_config("unused", **changes, **{"model.path": str(policy)})
-    mesh, (arch, tokenizer) = one_device_mesh(), read_model(config)
+    mesh, (arch, tokenizer) = one_device_mesh(), read_model(config.model)
     with jax.set_mesh(mesh):
         learner = build_learner(config, arch, tokenizer, Meshes(mesh, mesh), Monitor.silent(), unpaced)
         models = learner.networks.init_models()
@@ -105,9 +109,9 @@ def test_a_policy_is_a_language_model(tmp_path):
     write_reward_model(tmp_path)
     message = f"model.path={tmp_path} is a sequence-classification model: give a language model"
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_model(config)
+        read_model(config.model)
     write_reward_model(tmp_path, **POLICY)
-    assert not read_model(config)[0].scalar_head
+    assert not read_model(config.model)[0].scalar_head
 
 
 @pytest.mark.parametrize(("leftover", "falls_back"), [("requeue", True), ("carry", False)])

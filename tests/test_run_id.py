@@ -7,7 +7,7 @@ import pytest
 
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
-from dapo_jax.monitor.records import write_config
+from dapo_jax.monitor.recipe import write_config
 from dapo_jax.run import run_id
 from dapo_jax.run.run_id import RunId, find_run_id, write_run_id
 

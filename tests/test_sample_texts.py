@@ -34,7 +34,8 @@ def answered(rows) -> Experience:
 
 
 def kept(*batches, wanted):
-    task_set = TaskSet(held_out_options(small_config("unused")), PromptSet(ROWS, [[1]] * 4))
+    config = small_config("unused")
+    task_set = TaskSet(held_out_options(config.data, config.evaluate, config.reward), PromptSet(ROWS, [[1]] * 4))
     tokenizer = character_tokenizer()
     return [text for rows in batches for text in held_out_texts(answered(rows), task_set, tokenizer, wanted=wanted)]
 

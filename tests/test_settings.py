@@ -30,20 +30,21 @@ def memories(*kinds):
 def test_the_fewer_steps_of_epochs_and_steps_are_trained(epochs, given, steps):
     """Ten groups per epoch, four per step; the rest of an epoch joins the next one's batch."""
     changes = {"trainer.total_epochs": epochs, "trainer.total_training_steps": given}
-    config = settings.with_total_steps(small_config("unused", **changes), 10, done=0)
-    assert config.trainer.total_training_steps == steps
+    trainer = settings.with_total_steps(small_config("unused", **changes).trainer, 4, 10, done=0)
+    assert trainer.total_training_steps == steps
 
 
 def test_steps_that_end_before_the_epochs_cause_a_warning(caplog):
     config = small_config("unused", **{"trainer.total_epochs": 9, "trainer.total_training_steps": 4})
-    settings.with_total_steps(config, 40, done=0)
+    settings.with_total_steps(config.trainer, config.data.train_batch_size, 40, done=0)
     assert "total_training_steps=4 ends the run before trainer.total_epochs=9 (90 steps of 4 of 40" in caplog.text
 
 
 def test_a_warmup_as_long_as_the_epochs_causes_a_warning(caplog):
     changes = {"algorithm.adv_estimator": "gae", "trainer.total_epochs": 1, "trainer.total_training_steps": -1}
     for warmup in (1, 2):
-        settings.with_total_steps(small_config("unused", **changes, **{"trainer.critic_warmup": warmup}), 8, done=0)
+        config = small_config("unused", **changes, **{"trainer.critic_warmup": warmup})
+        settings.with_total_steps(config.trainer, config.data.train_batch_size, 8, done=0)
         assert ("critic_warmup leaves no step that updates the policy" in caplog.text) == (warmup == 2)
 
 
@@ -57,8 +58,9 @@ def test_a_warmup_as_long_as_the_epochs_causes_a_warning(caplog):
 )
 def test_epochs_that_do_not_reach_a_step_are_refused(num_prompts, done, profiled, bound):
     changes = {"trainer.total_epochs": 1, "trainer.total_training_steps": -1, "trainer.profile_steps": profiled}
+    trainer = small_config("unused", **changes).trainer
     with pytest.raises(ValueError, match=rf"total_epochs=1 \(\d steps of 4 of \d prompts\) {bound}"):
-        settings.with_total_steps(small_config("unused", **changes), num_prompts, done=done)
+        settings.with_total_steps(trainer, 4, num_prompts, done=done)
 
 
 DEVICES = {
@@ -82,7 +84,11 @@ def eight(device):
 
 def configured(**changes) -> tuple[settings.Config, Architecture]:
     config = with_values(SMALL, {name.replace("__", "."): value for name, value in changes.items()})
-    return config, read_model(config)[0]
+    return config, read_model(config.model)[0]
+
+
+def notes_of(config, arch, mesh):
+    return meshes.device_notes(config, mesh, passes.passes(config, arch, mesh))
 
 
 def test_auto_is_bfloat16_where_the_devices_multiply_it():
@@ -120,7 +126,7 @@ def test_the_default_is_the_best_kernel_that_can_run(device, dtype, head_dim, to
     assert chosen.packs
     copies = dataclasses.replace(config, actor=dataclasses.replace(config.actor, share_prompts=False))
     assert passes.passes(copies, arch, eight(device)).attention.shared_width == 0
-    notes = meshes.device_notes(config, arch, eight(device))
+    notes = notes_of(config, arch, eight(device))
     found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
     assert len(found) == (kernel is None and device != "cpu")
 
@@ -145,7 +151,7 @@ def test_a_note_says_where_passes_are_too_wide_to_share_prompts():
     note += "(actor.ppo_max_token_len_per_device)"
     for size, copies in ((1, False), (2, True)):
         config, arch = configured(**changes, actor__ppo_micro_batch_size_per_device=size)
-        notes = meshes.device_notes(config, arch, eight("tpu"))
+        notes = notes_of(config, arch, eight("tpu"))
         assert [line for line in notes if "copy the prompt" in line] == [note] * copies
 
 
@@ -155,7 +161,7 @@ def test_notes_say_why_auto_is_float32_and_how_much_of_a_gpu_jax_may_take(monkey
     slow = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"
     share = "JAX may take 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
     for device, notes in {"cpu": [], "tpu": [], "T4": [slow, share], "A100": [share]}.items():
-        assert meshes.device_notes(config, arch, eight(device)) == notes
+        assert notes_of(config, arch, eight(device)) == notes
 
 
 def test_compiler_options_of_a_run_come_before_those_of_the_platform():
@@ -206,7 +212,6 @@ def test_gdpo_normalises_every_reward_of_the_config():
         (further, {"right": 3.0, "form": 1.5, "reward_model": 2.0, "overlong_reward": 0.3, "length_reward": 0.2}),
     ):
         more = {f"reward.{name}": value for name, value in more.items()}
-        found = settings.algorithm_settings(
-            small_config("unused", **parts, **more, **{"algorithm.adv_estimator": "gdpo"})
-        )
+        config = small_config("unused", **parts, **more, **{"algorithm.adv_estimator": "gdpo"})
+        found = settings.algorithm_settings(config.algorithm, config.reward)
         assert dict(zip(found.gdpo_reward_keys, found.gdpo_reward_weights, strict=True)) == expected

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.group_relative import Estimates
 from dapo_jax.algorithms.rollout_correction import CRITERIA, parse_threshold
+from dapo_jax.command.option_uses import C, F
 from dapo_jax.config.derived import further_rewards, gen_batch_size, keeps_some
 from dapo_jax.config.sections import (
     ActorConfig,
@@ -21,7 +22,6 @@ from dapo_jax.config.sections import (
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.rewards.weighted import is_weighted
 
-F, C = "algorithm.filter_groups", "algorithm.rollout_correction"
 Estimator = Callable[..., Estimates]
 
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 import jax
 from absl import flags
-from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.command.interrupts import EXIT_CODE, finish, sentence, undone
@@ -19,7 +18,7 @@ from dapo_jax.command.option_uses import default_text, switched_off
 from dapo_jax.config.aliases import FROM_MEMORY, former_options
 from dapo_jax.config.files import EXAMPLE, read_config_file, recipe_file
 from dapo_jax.config.sections import Config, TrainerConfig
-from dapo_jax.config.values import DEFAULTS, freeze, with_values
+from dapo_jax.config.values import DEFAULTS, flatten, freeze, with_values
 from dapo_jax.errors import InputError, did_you_mean, say
 from dapo_jax.monitor.recipe import Recipe
 from dapo_jax.parallel.endings import is_jax_failure
@@ -204,11 +203,7 @@ def _with_config_option(arguments: Sequence[str]) -> list[str]:
 
 def _with_booleans(overrides: Sequence[str], config: ConfigDict) -> list[str]:
     """The options with true for yes and on, false for no and off. InputError for other values of a switch."""
-    switches = {
-        ".".join(path)
-        for path, value in traverse_util.flatten_dict(config.to_dict()).items()
-        if isinstance(value, bool)
-    }
+    switches = {key for key, value in flatten(config.to_dict()).items() if isinstance(value, bool)}
     found, problems = [], []
     for option in overrides:
         given = re.match(r"(--?config\.([^=]*))=(.*)$", option, re.DOTALL)
@@ -238,7 +233,7 @@ def _with_null(overrides: Sequence[str], config: ConfigDict) -> list[str]:
 
 def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
     """Each key of `--config.key`. InputError lists those that `config` does not have, and what to write instead."""
-    keys = [".".join(path) for path in traverse_util.flatten_dict(config.to_dict())]
+    keys = [*flatten(config.to_dict())]
     sections = {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}
     problems, chosen = [], set()
     for option in overrides:

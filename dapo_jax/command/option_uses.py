@@ -29,6 +29,7 @@ MEASURED = "problems to evaluate on (data.val_files, num_heldout of a generated 
 NAMED = {  # conditions that READS names in capitals, in words
     "ALIAS": "dapo_jax.config.freeze, which carries out the names of other trainers",
     "BEST": f"trainer.best_metric, or {MEASURED}",
+    "ENVIRONMENT": "environment.path or environment.tools",
     "FILES": "data.task=files or evaluate.tasks",
     "FORMAT": "the verifier format in reward.function or functions",
     "JUDGE": "the verifier judge in reward.function or functions",
@@ -64,7 +65,8 @@ class Condition:
 def _named(config: Config) -> dict[str, bool]:
     """Whether each condition of NAMED holds; those of functions that cannot be read do."""
     data, algorithm, actor, trainer = config.data, config.algorithm, config.actor, config.trainer
-    groups, sets, verifiers = algorithm.filter_groups, measured_sets(config), verifiers_of(config)
+    groups, sets = algorithm.filter_groups, measured_sets(data, config.evaluate, config.reward)
+    verifiers = verifiers_of(config.reward, sets)
     try:
         modes = [network.options.loss_agg_mode for network in trained(config).values()]
     except InputError:  # an estimator of your own does not load: validate reports it
@@ -72,6 +74,7 @@ def _named(config: Config) -> dict[str, bool]:
     return {
         "ALIAS": False,
         "BEST": bool(trainer.best_metric or sets),
+        "ENVIRONMENT": bool(config.environment.path or config.environment.tools),
         "FILES": data.task == "files" or any(task.files for task in sets),
         "FORMAT": verifiers is None or "format" in verifiers,
         "JUDGE": verifiers is None or "judge" in verifiers,

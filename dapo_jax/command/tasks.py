@@ -7,11 +7,12 @@ evaluate.tasks is a JSON object, because its names are the user's:
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dapo_jax.config.places import without_tilde
-from dapo_jax.config.sections import Config, RewardConfig
+from dapo_jax.config.sections import DataConfig, EvaluateConfig, RewardConfig
 from dapo_jax.data.columns import Columns
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.rows import PromptRow
@@ -55,36 +56,33 @@ def given_function(reward: RewardConfig) -> str:
     return reward.function if reward.functions == NO_FUNCTIONS else reward.functions
 
 
-def held_out_options(config: Config) -> TaskOptions:
+def held_out_options(data: DataConfig, evaluate: EvaluateConfig, reward: RewardConfig) -> TaskOptions:
     """The options for data.val_files, or for the problems that a generated task holds out."""
-    evaluate = config.evaluate
     return TaskOptions(
         name="",
-        files=config.data.val_files,
-        prompt_key=config.data.prompt_key,
-        prompt_template=config.data.prompt_template,
-        answer_key=config.data.answer_key,
+        files=data.val_files,
+        prompt_key=data.prompt_key,
+        prompt_template=data.prompt_template,
+        answer_key=data.answer_key,
         n=evaluate.n,
         temperature=evaluate.temperature,
         top_p=evaluate.top_p,
         top_k=evaluate.top_k,
         max_prompts=evaluate.max_prompts,
         batch_size=evaluate.batch_size,
-        reward_function=given_function(config.reward),
+        reward_function=given_function(reward),
     )
 
 
-def parse_tasks(config: Config) -> list[TaskOptions]:
-    """The task sets of evaluate.tasks. InputError with the set, the option, the rule and the fix."""
-    text = config.evaluate.tasks
+def parse_tasks(text: str, held_out: TaskOptions) -> list[TaskOptions]:
+    """The task sets of evaluate.tasks, `text`. InputError with the set, the option, the rule and the fix."""
     try:
         given = json.loads(text)
     except ValueError as error:
         raise InputError(f"evaluate.tasks={text!r} must be JSON: {error}") from error
     if not isinstance(given, dict):
         raise InputError(f"evaluate.tasks={text!r} must be a JSON object from the name of a task set to its options")
-    default = held_out_options(config)
-    return [_parse(name, options, default) for name, options in given.items()]
+    return [_parse(name, options, held_out) for name, options in given.items()]
 
 
 def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
@@ -109,24 +107,24 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
     return dataclasses.replace(default, **options | {"name": name, "files": without_tilde(files)})
 
 
-def measured_sets(config: Config) -> list[TaskOptions]:
+def measured_sets(data: DataConfig, evaluate: EvaluateConfig, reward: RewardConfig) -> list[TaskOptions]:
     """What the policy is evaluated on: the held-out problems, if any, and evaluate.tasks."""
-    data, held_out = config.data, held_out_options(config)
+    held_out = held_out_options(data, evaluate, reward)
     has_held_out = {
         "files": bool(data.val_files),
         "arithmetic": data.arithmetic.num_heldout > 0,
         "reasoning_gym": data.reasoning_gym.num_heldout > 0,
     }
     try:
-        tasks = parse_tasks(config)
+        tasks = parse_tasks(evaluate.tasks, held_out)
     except ValueError:  # validate reports it; nobody knows what the sets would read
         tasks = [held_out]
     return [held_out] * has_held_out.get(data.task, True) + tasks
 
 
-def verifiers_of(config: Config) -> set[str] | None:
-    """The verifiers that score training and held-out problems; None if reward.functions cannot be read."""
-    functions = {given_function(config.reward), *(task.reward_function for task in measured_sets(config))}
+def verifiers_of(reward: RewardConfig, measured: Sequence[TaskOptions]) -> set[str] | None:
+    """The verifiers that score training problems and `measured` ones; None if reward.functions cannot be read."""
+    functions = {given_function(reward), *(task.reward_function for task in measured)}
     try:
         return {name for function in functions for name in functions_of(function)}
     except InputError:  # validate reports it

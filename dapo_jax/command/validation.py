@@ -15,7 +15,14 @@ from dapo_jax.algorithms.named import ESTIMATOR, LOSS, named_estimator, own_prob
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
 from dapo_jax.command import algorithm_rules, batch_rules, reward_rules
 from dapo_jax.command.option_uses import LOSS_OPTIONS, default_text, unread
-from dapo_jax.command.tasks import TaskOptions, given_function, parse_tasks, verifiers_of
+from dapo_jax.command.tasks import (
+    TaskOptions,
+    given_function,
+    held_out_options,
+    measured_sets,
+    parse_tasks,
+    verifiers_of,
+)
 from dapo_jax.config.bounds import bounds_of, one_of
 from dapo_jax.config.derived import trains_on_rewards
 from dapo_jax.config.own_functions import is_own
@@ -106,6 +113,7 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     """Every rule, with the sections that it reads."""
     data, model, rollout, evaluate = config.data, config.model, config.rollout, config.evaluate
     algorithm, reward, actor, trainer = config.algorithm, config.reward, config.actor, config.trainer
+    environment = config.environment
     function, estimator = given_function(reward), named_estimator(algorithm.adv_estimator)
     numbers = reward_rules.measured_numbers(reward, function)
     for key, bound in BOUNDS:
@@ -130,9 +138,12 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     if data.curriculum.enable:
         yield from algorithm_rules.curriculum_problems(algorithm.filter_groups, rollout, function)
     yield from reward_rules.reward_problems(reward, algorithm.distillation, function)
-    if JUDGE in (verifiers_of(config) or ()):
+    if environment.path or environment.tools:
+        yield from reward_rules.environment_problems(environment, reward)
+        yield from batch_rules.episode_problems(environment, rollout, trainer, algorithm, estimator)
+    if JUDGE in (verifiers_of(reward, measured_sets(data, evaluate, reward)) or ()):
         yield from reward_rules.judge_problems(reward.judge)
-    tasks, problem = _tasks(config)
+    tasks, problem = _tasks(evaluate.tasks, held_out_options(data, evaluate, reward))
     yield from filter(None, [problem])
     yield from _evaluation_problems(evaluate, tasks, rollout)
     places = {key: attrgetter(key)(config) or "" for key in PATHS}
@@ -142,14 +153,14 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     if training:
         yield from batch_rules.batch_problems(trained(config), data, rollout)
         yield from batch_rules.length_problems(data, rollout, reward.overlong_buffer, actor)
-        if algorithm.filter_groups.enable and numbers is not None:
+        if algorithm.filter_groups.enable and numbers is not None and not environment.path:
             yield from reward_rules.metric_problems(algorithm.filter_groups.metric, numbers, function)
 
 
-def _tasks(config: Config) -> tuple[list[TaskOptions], str]:
+def _tasks(text: str, held_out: TaskOptions) -> tuple[list[TaskOptions], str]:
     """The task sets of evaluate.tasks, or what is wrong with them."""
     try:
-        return parse_tasks(config), ""
+        return parse_tasks(text, held_out), ""
     except ValueError as error:
         return [], str(error)
 

@@ -38,7 +38,6 @@ def former_options(config: Any) -> tuple[str, ...]:
     return () if engine is None else (text,)
 
 
-F = "algorithm.filter_groups"
 DYNAMIC, ONLINE, LIMIT = "algorithm.use_dynamic_sample", "algorithm.online_filtering", "trainer.max_try_make_batch"
 DEPENDANTS = {  # switch -> the aliases that need it
     DYNAMIC: ("algorithm.dynamic_sample_max_gen_batches",),
@@ -121,7 +120,7 @@ def _settings(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     switches = [switch for switch in DEPENDANTS if switch in given]
     switch = next((one for one in switches if given[one]), switches[0] if switches else "")
     for name, value in _of_filter(switch, given).items():
-        yield f"{switch}={given[switch]}", f"{F}.{name}", value
+        yield f"{switch}={given[switch]}", f"algorithm.filter_groups.{name}", value
     for alias in filter(given.__contains__, SIZES):
         yield f"{alias}={given[alias]}", SIZES[alias], given[alias]
     path, name = (given.get(key) for key in FUNCTION)

@@ -23,7 +23,10 @@ MAY_BE_INFINITE = (  # limits; infinity switches them off
     *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
 )
 MODEL_PATHS = "model.path", "reference.path", "critic.model.path", "reward.model.path", "algorithm.distillation.path"
-FUNCTIONS = "reward.function", "algorithm.adv_estimator", "actor.policy_loss.loss_mode"  # a name, or FILE.py:function
+FUNCTIONS = (  # a name, or FILE.py:function
+    *("reward.function", "algorithm.adv_estimator", "actor.policy_loss.loss_mode"),
+    *("environment.path", "environment.tools"),
+)
 PATHS = (  # of files and directories, or gs:// addresses
     *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path", "data.train_files", "data.val_files"),
     *MODEL_PATHS,
@@ -114,8 +117,8 @@ def _freeze_value(key: str, value: Any) -> Any:
             value = json.dumps(plain, default=_named)
         except (TypeError, ValueError) as error:
             raise InputError(f"{key}={value!r} must hold only JSON values ({error}): correct it") from error
-    if key in FUNCTIONS and isinstance(value, str):
-        return absolute(value)
+    if key in FUNCTIONS and isinstance(value, str | tuple):
+        return absolute(value) if isinstance(value, str) else tuple(map(absolute, value))
     return without_tilde(value) if key in PATHS else value
 
 
@@ -195,7 +198,13 @@ def _describe_type(kind: Any) -> str:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every option by its dotted key."""
-    return traverse_util.flatten_dict(dataclasses.asdict(config), sep=".")
+    return flatten(dataclasses.asdict(config))
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a nested dict by dotted key."""
+    found = traverse_util.flatten_dict(values, keep_empty_nodes=True, sep=".")
+    return {key: {} if value is traverse_util.empty_node else value for key, value in found.items()}
 
 
 def with_values(section: Any, values: Mapping[str, Any]) -> Any:

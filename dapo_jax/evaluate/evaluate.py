@@ -31,6 +31,7 @@ from dapo_jax.data.experience import Experience
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError, say
 from dapo_jax.learner.decode_weights import build_decode_weights
+from dapo_jax.models.architecture import Architecture
 from dapo_jax.monitor.bars import shows_progress
 from dapo_jax.monitor.console import aligned
 from dapo_jax.monitor.monitor import Monitor
@@ -41,17 +42,21 @@ from dapo_jax.parallel.processes import is_first
 from dapo_jax.run.base_models import load_policy, load_trained, read_policy
 from dapo_jax.run.checkpoint import saved_steps
 from dapo_jax.run.downloads import with_downloads
+from dapo_jax.run.episodes import Environments, open_environments
 from dapo_jax.run.held_out import HeldOut, Receive, evaluate
-from dapo_jax.run.meshes import check_weights
+from dapo_jax.run.meshes import check_weights, device_notes
 from dapo_jax.run.other_runs import Trained, find_trained
-from dapo_jax.run.parts import build_held_out, describe, open_rewards, open_sampler, report_devices
+from dapo_jax.run.parts import build_held_out, describe, open_rewards, open_sampler, read_episodes, report_devices
 from dapo_jax.run.passes import compute_dtype
-from dapo_jax.run.problems import TaskSet, read_problems
+from dapo_jax.run.problems import Problems, TaskSet
+from dapo_jax.run.settings import engine_settings
 
 OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
     *("data.system_prompt", "data.chat_template_kwargs", "model.dtype", "rollout.stop"),
-    "reward.keep_special_tokens",
+    *("reward.keep_special_tokens", "environment.path", "environment.tools", "environment.arguments"),
+    *("environment.max_turns", "environment.max_observation_length", "environment.observation_truncation"),
+    *("environment.reward", "environment.tool_format", "environment.turn_template"),
     *("evaluate.n", "evaluate.temperature", "evaluate.top_p", "evaluate.top_k"),
 )
 METRICS, GENERATIONS = "metrics.json", "generations.jsonl"  # of the command's output
@@ -123,28 +128,40 @@ def open_policy(config: Config) -> Iterator[_Measuring]:
     """Builds what samples and scores, and nothing that trains."""
     keep_compiled(config.trainer.compilation_cache_dir)
     arch, tokenizer = read_policy(config, training=False)
-    problems = read_problems(config, tokenizer, training=False)
-    if not problems.task_sets:
-        raise InputError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
+    with open_environments(config, tokenizer) as environments:
+        config, problems = read_episodes(config, tokenizer, environments, training=False)
+        if not problems.task_sets:
+            raise InputError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
+        yield from _opened(config, arch, tokenizer, problems, environments)
+
+
+def _opened(
+    config: Config,
+    arch: Architecture,
+    tokenizer: Tokenizer,
+    problems: Problems,
+    environments: Environments | None,
+) -> Iterator[_Measuring]:
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_weights(arch, mesh)
-    report_devices(config, arch, mesh, training=False)
+    report_devices(device_notes(config, mesh), config.mesh, mesh)
     decode_weights = build_decode_weights(arch, compute_dtype(config.model, mesh), mesh)
 
-    monitor = Monitor.silent()
+    monitor, shown = Monitor.silent(), shows_progress(config.trainer, config.monitor)
+    settings = engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh)
 
     def load(trained: Trained | None) -> Any:
         if trained is not None:
             return load_trained(trained, arch, mesh).params
-        shown = shows_progress(config.trainer, config.monitor)
         return load_policy(config.model.path, arch, mesh, seed=config.seed, shown=shown).params
 
     with (
         jax.set_mesh(mesh),
         open_rewards(config, problems, tokenizer, mesh, monitor) as rewards,
-        open_sampler(config, arch, tokenizer, mesh, monitor) as sampler,
+        open_sampler(settings, tokenizer, config.rollout.stop, monitor.stage) as sampler,
     ):
-        held_out = build_held_out(config, problems, sampler, rewards, monitor)
+        sampler = dataclasses.replace(sampler, environments=environments)
+        held_out = build_held_out(config.evaluate, config.monitor, problems, sampler, rewards, shown=shown)
         data = f"{sum(len(task.prompts) for task in problems.task_sets)} problems to evaluate on"
         described = [*describe(config, arch, problems, mesh, "xla")[:2], data]
         yield _Measuring(held_out, decode_weights, load, "; ".join(described))
@@ -210,7 +227,7 @@ def _writer(tokenizer: Tokenizer, output: Path, known: dict[str, Any]) -> Receiv
                         "ground_truth": row.ground_truth,
                         "answer": experience.answers[group][sample],
                         "scores": {name: value for name, value in scores.items() if not np.isnan(value)},
-                        "length": int(experience.mask[group, sample].sum()),
+                        "length": int(experience.lengths[group, sample]),
                         "finished": bool(experience.finished[group, sample]),
                     }
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -40,14 +40,14 @@ from dapo_jax.models.lora import Lora, adapter_table, peft_config
 from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import with_weights, write_safetensors
 from dapo_jax.monitor.bars import bar, shows_progress
-from dapo_jax.monitor.records import known_config, recorded_config
+from dapo_jax.monitor.recipe import known_config, recorded_config
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import gather, is_first
-from dapo_jax.run.base_models import first_model, lora_of, read_model, trained_params, with_base
+from dapo_jax.run.base_models import lora_of, read_model, trained_params, with_base
 from dapo_jax.run.checkpoint import saved_steps
 from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.meshes import check_weights
-from dapo_jax.run.other_runs import RANDOM, Trained
+from dapo_jax.run.other_runs import RANDOM, Trained, first_model
 
 DTYPES = ("bfloat16", "float32")
 COPIED = (  # the files of a Hugging Face directory to copy, if they exist
@@ -86,11 +86,11 @@ def export(
     if adapter and not config.model.lora.rank:
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
-    arch, tokenizer = read_model(config)
+    arch, tokenizer = read_model(config.model)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_weights(arch, mesh)
     params, saved = trained_params(Trained(config, directory, step), arch, mesh)
-    card = model_card(config, step, adapter=adapter) if is_first() else None
+    card = model_card(flat(config), step, adapter=adapter) if is_first() else None
     write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card, saved=saved)
     return step
 

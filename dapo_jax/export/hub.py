@@ -1,19 +1,18 @@
 """Host: an exported model on the Hugging Face hub: its README.md (origin, training, metrics), and the upload."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dapo_jax.config.sections import AlgorithmConfig, Config
-from dapo_jax.config.values import flat
+from dapo_jax.config.sections import AlgorithmConfig
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import model_name
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.statistics import HELD_OUT
-from dapo_jax.run.base_models import first_model
-from dapo_jax.run.other_runs import RANDOM
+from dapo_jax.run.other_runs import RANDOM, first_model
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LOG_IN = "log in by `hf auth login` or set HF_TOKEN, with a token that may write"
@@ -30,14 +29,15 @@ OPTIONS = (  # that say how it was trained; none is a path on this machine
 )
 
 
-def model_card(config: Config, step: int, *, adapter: bool) -> str:
+def model_card(options: Mapping[str, Any], step: int, *, adapter: bool) -> str:
     """The text of README.md for the policy after training step `step`.
 
     Args:
+        options: of its run, by dotted key.
         adapter: it goes with PEFT's adapters instead of a whole model.
     """
-    model = first_model(config.model.path)
-    name, values = model_name(model), flat(config)
+    workdir, model = options["workdir"], first_model(options["model.path"])
+    name = model_name(model)
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
     if name is not None:
         head["base_model"] = name.repository
@@ -47,13 +47,13 @@ def model_card(config: Config, step: int, *, adapter: bool) -> str:
         yaml.safe_dump(head | {"tags": [*TAGS]}, sort_keys=False).rstrip(),
         "---",
         "",
-        f"# {Path(config.workdir).name}",
+        f"# {Path(workdir).name}",
         "",
         f"{'Adapters for ' * adapter}{base} after {step} training steps of DAPO (arXiv:2503.14476) by dapo_jax.",
         "",
-        *_table("option", [(key, str(values[key])) for key in OPTIONS]),
+        *_table("option", [(key, str(options[key])) for key in OPTIONS]),
     ]
-    measured = _measured(config.workdir, step)
+    measured = _measured(workdir, step)
     if measured:
         lines += ["", *_table("metric at this step", [(key, f"{value:.4f}") for key, value in measured.items()])]
     return "\n".join(lines) + "\n"

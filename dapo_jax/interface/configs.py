@@ -51,14 +51,14 @@ def _changed(caller: str, config: ConfigDict, changes: Mapping[str, Any]) -> Con
     return config
 
 
-def with_changes(caller: str, config: AnyConfig, changes: Mapping[str, Any]) -> Config:
-    """The frozen form of a config in any form, with the changes of `load_config`, which `caller` was given."""
+def with_changes(config: AnyConfig, changes: Mapping[str, Any]) -> Config:
+    """The frozen form of a config in any form, with changes as for `load_config`."""
     frozen = as_config(config)
     if not changes:
         return frozen
     values = default_config()
     values.update_from_flattened_dict(flat(frozen))
-    return as_config(_changed(caller, values, changes))
+    return as_config(_changed("train", values, changes))
 
 
 def as_config(config: AnyConfig) -> Config:

@@ -8,8 +8,7 @@ from typing import Any
 
 from dapo_jax.command.tasks import NO_FUNCTIONS
 from dapo_jax.config.own_functions import name_of
-from dapo_jax.config.sections import Config, RewardConfig
-from dapo_jax.config.values import with_values
+from dapo_jax.config.sections import RewardConfig
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.own_function import called_with_four
 from dapo_jax.rewards.session import keep
@@ -20,23 +19,21 @@ Weighted = Function | tuple[Function, float]
 Reward = Function | Sequence[Weighted] | Mapping[str, Weighted]
 
 
-def with_reward(config: Config, reward: Reward) -> Config:
-    """`config` with this reward.
+def reward_options(reward: Reward) -> dict[str, str]:
+    """The options, by dotted key, that make this the reward of a run.
 
     Args:
         reward: see `dapo_jax.train`.
     """
     if isinstance(reward, str) or callable(reward):
-        values = {"reward.function": _named("function", reward), "reward.functions": NO_FUNCTIONS}
-        return with_values(config, values)
+        return {"reward.function": _named("function", reward), "reward.functions": NO_FUNCTIONS}
     if not len(reward):
         raise InputError("reward holds no function: give one, or leave it out")
     parts = {
         label: {"function": _named(label, function), "weight": float(weight)}
         for label, (function, weight) in _by_label(reward).items()
     }
-    values = {"reward.function": RewardConfig.function, "reward.functions": json.dumps(parts)}
-    return with_values(config, values)
+    return {"reward.function": RewardConfig.function, "reward.functions": json.dumps(parts)}
 
 
 def _named(label: str, function: Function) -> str:

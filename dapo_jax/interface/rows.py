@@ -13,7 +13,7 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
 from dapo_jax.data.row_schema import plain
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import read_config
+from dapo_jax.monitor.recipe import read_config
 
 Rows = Any  # dicts, a DataFrame of pandas or polars, a datasets.Dataset, a pyarrow.Table; or the path of a file
 

@@ -21,13 +21,14 @@ from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import context_length
 from dapo_jax.models.weights import weight_table
-from dapo_jax.monitor.records import read_config
+from dapo_jax.monitor.recipe import read_config
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible
-from dapo_jax.run.base_models import first_model, read_model
+from dapo_jax.run.base_models import read_model
 from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.meshes import make_meshes
+from dapo_jax.run.other_runs import first_model
 from dapo_jax.run.passes import fits_memory
 from dapo_jax.run.problems import read_problems
 
@@ -71,7 +72,7 @@ def with_sizes(config: Config, given: Mapping[str, Any]) -> Config:
     what = f"sizes of the run in {config.workdir}"
     if found is None:
         downloaded = with_downloads(config)
-        arch, tokenizer = read_model(downloaded)
+        arch, tokenizer = read_model(downloaded.model)
         found = {**_batch_sizes(config.mesh, config.trainer, arch, given), **_lengths(downloaded, tokenizer, given)}
         sized = with_values(config, {key: value for key, value in found.items() if key not in given})
         found[MICRO_BATCH] = _micro_batch_size(sized, arch)

@@ -1,5 +1,6 @@
 """Host: a whole training run from a program, and its records."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
 from dapo_jax.export.export import export
 from dapo_jax.interface.configs import AnyConfig, with_changes
+from dapo_jax.interface.environments import Environment, Tool, with_environment
 from dapo_jax.interface.policy import Policy
-from dapo_jax.interface.rewards import Reward, with_reward
+from dapo_jax.interface.rewards import Reward, reward_options
 from dapo_jax.interface.rows import Rows, with_rows
 from dapo_jax.interface.sizes import config_of_model, names_model, with_sizes
 from dapo_jax.monitor.mirror import KIND
@@ -61,6 +63,8 @@ def train(
     config: AnyConfig,
     reward: Reward | None = None,
     *,
+    environment: Environment | None = None,
+    tools: Sequence[Tool] | None = None,
     data: Rows | None = None,
     eval_data: Rows | None = None,
     on_step: OnStep = unheard,
@@ -85,6 +89,10 @@ def train(
             score, while the first alone is `acc`; or a list of them. Functions run in worker processes, with limits of
             time and memory: one that no module has, such as a lambda or one of a notebook, is sent there with what it
             uses.
+        environment: a class whose instances answer the policy's turns, or its name (docs/environments.md): with `reset`
+            and `step`, or with `reset` and public methods that the policy calls as tools.
+        tools: functions that it calls, without state; `reward` reads the whole chat unless the environment gives
+            rewards.
         data: rows to train on, instead of the config's: dicts of columns, a DataFrame or a datasets.Dataset, which are
             written to the work directory; or the path of a prompt file. data.prompt_template, prompt_key and answer_key
             say which column is what. Rerun with the same rows to resume: others are refused.
@@ -98,11 +106,12 @@ def train(
         RuntimeError: the run cannot continue, for example because too few groups pass the filter.
     """
     of_model = isinstance(config, str) and names_model(config)
-    frozen = with_changes("train", config_of_model(str(config)) if of_model else config, options)
+    frozen = with_changes(config_of_model(str(config)) if of_model else config, options)
     if data is not None or eval_data is not None:
         frozen = with_rows(frozen, data, eval_data)
     if reward is not None:
-        frozen = with_reward(frozen, reward)
+        frozen = with_values(frozen, reward_options(reward))
+    frozen = with_environment(frozen, environment, tools)
     reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)
     with processes_of(frozen.trainer):
         try:

@@ -1,5 +1,5 @@
-"""Host: where a run's options came from: `recipe.json`, with the config file and the keys of the command line; and
-copies in `functions/` of the files of your own functions, with what has changed in them since.
+"""Host: what a run was started with: its options in `config.json`; the config file and the keys of the command line in
+`recipe.json`; copies in `functions/` of the files of your own functions, with what has changed in them since.
 """
 
 import json
@@ -9,8 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dapo_jax import __version__
 from dapo_jax.config.own_functions import file_and_function
+from dapo_jax.config.places import place_of
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, FORMER, flatten, from_values
+from dapo_jax.errors import InputError
+from dapo_jax.monitor.environment import recorded_version
+from dapo_jax.monitor.records import write_atomically
 
+_CONFIG = "config.json"
 _FILE = "recipe.json"
 _FOLDER = "functions"
 
@@ -42,6 +50,73 @@ def recorded_recipe(workdir: str | os.PathLike[str]) -> Recipe | None:
         return Recipe(**json.loads((Path(workdir) / _FILE).read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
+
+
+def write_config(workdir: str | os.PathLike[str], config: dict[str, Any]) -> None:
+    """Writes the run's whole config, a nested dict of plain values, to `config.json`."""
+    Path(workdir).mkdir(parents=True, exist_ok=True)
+    write_atomically(Path(workdir) / _CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def recorded_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config in `config.json`; {} if there is none. InputError if it is damaged."""
+    path = place_of(os.fspath(workdir)) / _CONFIG
+    try:
+        recorded = json.loads(path.read_bytes())
+        if not isinstance(recorded, dict):
+            raise InputError("not an object")
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged ({error}): remove it, and the run writes it again") from error
+    return recorded
+
+
+def recorded_options(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options in `config.json` by dotted key; see `recorded_config`."""
+    recorded = recorded_config(workdir)
+    return flatten(recorded)
+
+
+def read_config(workdir: str | os.PathLike[str]) -> Config | None:
+    """The config in `config.json`, as this version has it; None if there is none.
+
+    Raises:
+        InputError: it is damaged, or has options that this version does not know.
+    """
+    values = recorded_config(workdir)
+    return known_config(values, workdir) if values else None
+
+
+def known_config(values: dict[str, Any], workdir: str | os.PathLike[str]) -> Config:
+    """The config of what `config.json` of `workdir` holds. InputError if this version does not know an option of it."""
+    if unknown := sorted(flatten(values).keys() - DEFAULTS.keys()):
+        raise InputError(
+            f"{place_of(os.fspath(workdir)) / _CONFIG} has options that dapo_jax {__version__} does not know: "
+            f"{', '.join(unknown)}; it was written by dapo_jax {recorded_version(workdir)}: use that version, or "
+            "remove them from the file"
+        )
+    return from_values(values | {"workdir": os.fspath(workdir)})
+
+
+def config_differences(workdir: str | os.PathLike[str], options: Mapping[str, Any]) -> list[str]:
+    """A line `key: recorded -> given` for each of `options`, by dotted key, whose value differs from `config.json`.
+
+    The list is empty if there is no `config.json`.
+
+    Raises:
+        InputError: `config.json` is damaged.
+    """
+    if not (Path(workdir) / _CONFIG).exists():
+        return []
+    recorded = recorded_options(workdir)
+    given = json.loads(json.dumps(options))  # tuples become lists, as in the file
+    shown = [
+        {key: repr(values[key]) if key in values else "absent" for key in recorded | given}
+        for values in (recorded, given)
+    ]
+    differing = sorted(key for key in shown[0].keys() - set(FORMER) if shown[0][key] != shown[1][key])
+    return [f"{key}: {shown[0][key]} -> {shown[1][key]}" for key in differing]
 
 
 def keep_files(workdir: str | os.PathLike[str], names: Mapping[str, str], *, done: int) -> None:

@@ -1,4 +1,4 @@
-"""Host: a run's records in its work directory (`config.json`, `metrics.jsonl`, `samples/`) and in trackers."""
+"""Host: a run's records in its work directory (`metrics.jsonl`, `samples/`) and in trackers."""
 
 import json
 import logging
@@ -10,13 +10,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from dapo_jax import __version__
 from dapo_jax.config.own_functions import is_own
-from dapo_jax.config.places import place_of
-from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, FORMER, from_values
+from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.environment import recorded_version
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.monitor.trackers import Tracker, guarded, start_own
@@ -26,9 +22,8 @@ from dapo_jax.monitor.workdir import run_name
 TRACKERS = ("tensorboard", "wandb")
 _LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
-_CONFIG = "config.json"
 _MAX_BATCHES = 10
-
+_OPTIONS = TrainerConfig()
 
 OnStep = Callable[[int, dict[str, float]], object]
 
@@ -46,11 +41,10 @@ class RunRecords:
 
     Args:
         workdir: the run's directory, created if needed.
+        options: `logger`, the trackers that also get the rows, and the run's names there.
         resume_step: step of the checkpoint that the run resumes from; None if it starts at the beginning.
         enabled: False writes nothing, for all processes but one.
         upload: copies the file of that name from the directory to permanent storage.
-        logger: trackers that also get the rows, some of TRACKERS, or the paths of your own.
-        project_name, experiment_name: of the run in Weights & Biases.
         given: keys of options that the command line sets.
         on_step: called after each row with its step and metrics.
     """
@@ -58,13 +52,11 @@ class RunRecords:
     def __init__(
         self,
         workdir: str | os.PathLike[str],
+        options: TrainerConfig = _OPTIONS,
         *,
         resume_step: int | None,
         enabled: bool = True,
         upload: Callable[[str], None] = lambda name: None,
-        logger: Sequence[str] = ("tensorboard",),
-        project_name: str = "dapo_jax",
-        experiment_name: str = "",
         given: Sequence[str] = (),
         on_step: OnStep = unheard,
     ) -> None:
@@ -82,14 +74,14 @@ class RunRecords:
                 path.unlink()
         self._metrics = open(workdir / METRICS, "a", encoding="utf-8")
         first_step = self._last_step + 1
-        if "tensorboard" in logger:
+        if "tensorboard" in options.logger:
             self._trackers.append(TensorBoard(workdir, first_step=first_step, given=given))
-        name = experiment_name or run_name(workdir)
-        if "wandb" in logger:
-            run = WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step)
+        project, name = options.project_name, options.experiment_name or run_name(workdir)
+        if "wandb" in options.logger:
+            run = WeightsAndBiases(workdir, project=project, name=name, first_step=first_step)
             self._trackers.append(guarded(run, "Weights & Biases"))
-        for own in filter(is_own, logger):
-            self._trackers.append(start_own(own, workdir, project=project_name, run=name, first_step=first_step))
+        for own in filter(is_own, options.logger):
+            self._trackers.append(start_own(own, workdir, project=project, run=name, first_step=first_step))
 
     def describe(self, options: Mapping[str, Any], results: Sequence[str]) -> None:
         """Adds the run to the trackers' tables of runs.
@@ -138,7 +130,7 @@ class RunRecords:
         rows = {row["step"]: row for row in read_metrics(folder)}
         rows[step] = {"step": step} | rows.get(step, {}) | dict(metrics)
         self._metrics.close()
-        _write_atomically(folder / METRICS, "".join(map(to_json_line, rows.values())))
+        write_atomically(folder / METRICS, "".join(map(to_json_line, rows.values())))
         self._metrics = open(folder / METRICS, "a", encoding="utf-8")
         known = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path else []
         kinds = {sample["kind"] for sample in known}
@@ -164,7 +156,7 @@ class RunRecords:
         if not samples or not self._enabled:
             return
         text = "".join(to_json_line(sample) for sample in samples)
-        _write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
+        write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
         for tracker in self._trackers:
             tracker.add_samples(step, samples)
 
@@ -228,72 +220,11 @@ def sample_files(workdir: Path) -> dict[int, Path]:
     return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
 
 
-def write_config(workdir: str | os.PathLike[str], config: dict[str, Any]) -> None:
-    """Writes the run's whole config, a nested dict of plain values, to `config.json`."""
-    Path(workdir).mkdir(parents=True, exist_ok=True)
-    _write_atomically(Path(workdir) / _CONFIG, json.dumps(config, indent=2) + "\n")
-
-
-def recorded_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config in `config.json`; {} if there is none. InputError if it is damaged."""
-    path = place_of(os.fspath(workdir)) / _CONFIG
-    try:
-        recorded = json.loads(path.read_bytes())
-        if not isinstance(recorded, dict):
-            raise InputError("not an object")
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged ({error}): remove it, and the run writes it again") from error
-    return recorded
-
-
-def read_config(workdir: str | os.PathLike[str]) -> Config | None:
-    """The config in `config.json`, as this version has it; None if there is none.
-
-    Raises:
-        InputError: it is damaged, or has options that this version does not know.
-    """
-    values = recorded_config(workdir)
-    return known_config(values, workdir) if values else None
-
-
-def known_config(values: dict[str, Any], workdir: str | os.PathLike[str]) -> Config:
-    """The config of what `config.json` of `workdir` holds. InputError if this version does not know an option of it."""
-    if unknown := sorted(flatten(values).keys() - DEFAULTS.keys()):
-        raise InputError(
-            f"{place_of(os.fspath(workdir)) / _CONFIG} has options that dapo_jax {__version__} does not know: "
-            f"{', '.join(unknown)}; it was written by dapo_jax {recorded_version(workdir)}: use that version, or "
-            "remove them from the file"
-        )
-    return from_values(values | {"workdir": os.fspath(workdir)})
-
-
-def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) -> list[str]:
-    """A line `key: recorded -> given` for each key whose value differs from `config.json`.
-
-    The list is empty if there is no `config.json`.
-
-    Raises:
-        InputError: `config.json` is damaged.
-    """
-    if not (Path(workdir) / _CONFIG).exists():
-        return []
-    recorded = flatten(recorded_config(workdir))
-    given = flatten(json.loads(json.dumps(config)))  # tuples become lists, as in the file
-    shown = [
-        {key: repr(values[key]) if key in values else "absent" for key in recorded | given}
-        for values in (recorded, given)
-    ]
-    differing = sorted(key for key in shown[0].keys() - set(FORMER) if shown[0][key] != shown[1][key])
-    return [f"{key}: {shown[0][key]} -> {shown[1][key]}" for key in differing]
-
-
 def _drop_rows_after(workdir: Path, last_step: int) -> None:
     path = workdir / METRICS
     rows = read_metrics(workdir) if path.exists() else []
     kept = [row for row in rows if row["step"] <= last_step]
-    _write_atomically(path, "".join(to_json_line(row) for row in kept))
+    write_atomically(path, "".join(to_json_line(row) for row in kept))
 
     if len(kept) < len(rows):
         _LOGGER.warning(
@@ -330,18 +261,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a nested dict by dotted key."""
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

@@ -4,9 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.config.derived import uses_reference
 from dapo_jax.config.places import place_of
-from dapo_jax.config.sections import Config, DataConfig, LoraConfig
+from dapo_jax.config.sections import Config, DataConfig, LoraConfig, ModelConfig, ReferenceConfig
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer, within_rows
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import GGUF, is_gguf, model_name
@@ -32,7 +31,7 @@ from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.parallel.checksums import digest
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.other_runs import RANDOM, Trained, find_trained
+from dapo_jax.run.other_runs import RANDOM, Trained, find_trained, first_model
 from dapo_jax.run.sampler import check_stop_strings
 
 TEACHER = "algorithm.distillation.path"
@@ -48,19 +47,19 @@ class Loaded:
     digest: str
 
 
-def check_model_paths(config: Config, *, training: bool = True) -> None:
-    """Raises one InputError with every option whose model does not exist.
-
-    Args:
-        training: also check the models that only training needs.
-    """
-    problems = [_missing_model(option, path) for option, path in model_paths(config, training=training).items()]
+def check_model_paths(paths: Mapping[str, str]) -> None:
+    """Raises one InputError with every option of `model_paths` whose model does not exist."""
+    problems = [_missing_model(option, path) for option, path in paths.items()]
     if any(problems):
         raise InputError("\n".join(problem for problem in problems if problem))
 
 
 def model_paths(config: Config, *, training: bool = True) -> dict[str, str]:
-    """The options that name a model to load, and what they name."""
+    """The options that name a model to load, and what they name.
+
+    Args:
+        training: with the models that only training needs.
+    """
     with_reference = training and uses_reference(config.algorithm, config.actor)
     paths = {
         "model.path": config.model.path,
@@ -98,20 +97,15 @@ def context_warning(path: str, data: DataConfig) -> str | None:
     )
 
 
-def first_model(path: str) -> str:
-    """`path` or, if that is a run, the model that it started from."""
-    trained = find_trained(path)
-    return path if trained is None else first_model(trained.config.model.path)
-
-
 def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture, Tokenizer]:
     """`read_model` for a run: also checks that its other models exist and that its options suit the model.
 
     Raises:
         InputError: see `check_model_paths`, `read_model` and `check_stop_strings`.
     """
-    check_model_paths(config, training=training)
-    arch, tokenizer = read_model(config)
+    check_model_paths(model_paths(config, training=training))
+    arch, tokenizer = read_model(config.model)
+    tokenizer = dataclasses.replace(tokenizer, keeps_special=config.reward.keep_special_tokens)
     if warning := context_warning(config.model.path, config.data):
         logger.warning("%s", warning)
     check_stop_strings(tokenizer, config.rollout.stop)
@@ -126,39 +120,43 @@ def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture,
     return arch, tokenizer
 
 
-def read_model(config: Config, option: str = "model.path") -> tuple[Architecture, Tokenizer]:
-    """The architecture and the tokenizer of the model that `option` names.
+def read_architecture_of(model: ModelConfig, option: str = "model.path") -> Architecture:
+    """The architecture of a language model, for which its config.json is enough; see `read_model`."""
+    path = model.path
+    if (trained := find_trained(path)) is not None:
+        return read_architecture_of(trained.config.model)
+    if path != RANDOM:
+        arch = read_architecture(model_at(path, weights=False))
+        if arch.scalar_head:
+            raise InputError(f"{option}={path} is a sequence-classification model: give a language model")
+        return arch
+    return Architecture(
+        family="llama",
+        vocab_size=-(-character_tokenizer().vocab_size // 8) * 8,  # so that meshes divide it
+        **vars(model.random),
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_embeddings=True,
+    )
+
+
+def read_model(model: ModelConfig, option: str = "model.path") -> tuple[Architecture, Tokenizer]:
+    """The architecture and the tokenizer of a model, whose path the user has given as `option`.
 
     Raises:
         InputError: a file is missing or damaged, or the two do not fit together.
     """
-    path = attrgetter(option)(config)
-    if (trained := find_trained(path)) is not None:
-        arch, tokenizer = read_model(trained.config)
-    elif path == RANDOM:
-        tokenizer = character_tokenizer()
-        arch = Architecture(
-            family="llama",
-            vocab_size=-(-tokenizer.vocab_size // 8) * 8,  # so that meshes divide it
-            **vars(config.model.random),
-            rope_theta=10000.0,
-            rms_norm_eps=1e-5,
-            tie_embeddings=True,
-        )
-    else:
-        directory = model_at(path, weights=False)
-        arch, tokenizer = read_architecture(directory), load_tokenizer(directory)
-    if arch.scalar_head:
-        raise InputError(f"{option}={path} is a sequence-classification model: give a language model")
+    arch, path = read_architecture_of(model, option), first_model(model.path)
+    tokenizer = character_tokenizer() if path == RANDOM else load_tokenizer(model_at(path, weights=False))
     tokenizer = within_rows(tokenizer, arch.vocab_size)  # without added tokens that have no embedding
     largest = max(tokenizer.vocab_size - 1, tokenizer.pad_id, *tokenizer.eos_ids)
     if largest >= arch.vocab_size:
         raise InputError(
-            f"the tokenizer of {option}={path} has ids up to {largest}, but the model has {arch.vocab_size} "
+            f"the tokenizer of {option}={model.path} has ids up to {largest}, but the model has {arch.vocab_size} "
             "embeddings: use the tokenizer that belongs to the model; of more tokens than embeddings, only added "
             "tokens (added_tokens of tokenizer.json) that end or pad no text are left out"
         )
-    return arch, dataclasses.replace(tokenizer, keeps_special=config.reward.keep_special_tokens)
+    return arch, tokenizer
 
 
 def lora_of(options: LoraConfig, arch: Architecture) -> Lora | None:
@@ -173,20 +171,25 @@ def policy_identity(lora: LoraConfig, arch: Architecture, base: Loaded | None = 
     return identity(arch, base.digest if base is not None else "", **scale)
 
 
-def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Loaded:
-    """The reference policy for `actor.statistics`: its weights in the dtype of products or, with LoRA, no adapters."""
-    if config.model.lora.rank:
+def load_reference(
+    reference: ReferenceConfig,
+    model: ModelConfig,
+    arch: Architecture,
+    load: Callable[[str], Loaded],
+    freeze: Callable[[Any], Any],
+) -> Loaded:
+    """The reference policy for `actor.statistics`: its weights in the dtype of products or, with LoRA, no adapters.
+
+    Args:
+        load: `load_policy` of a path.
+    """
+    if model.lora.rank:
         return Loaded({}, "")
-    path = config.reference.path or config.model.path
-    if path not in (RANDOM, config.model.path):
-        trained = find_trained(path)
-        own = read_model(trained.config)[0] if trained else read_architecture(model_at(path, weights=False))
-        if own != arch:
-            raise InputError(
-                f"reference.path={path} must have the architecture of model.path={config.model.path}: choose another"
-            )
-    shown = shows_progress(config.trainer, config.monitor)
-    loaded = load_policy(path, arch, mesh, seed=config.seed, shown=shown)
+    path = reference.path or model.path
+    other = path not in (RANDOM, model.path)
+    if other and read_architecture_of(dataclasses.replace(model, path=path), "reference.path") != arch:
+        raise InputError(f"reference.path={path} must have the architecture of model.path={model.path}: choose another")
+    loaded = load(path)
     return Loaded(freeze(loaded.params), loaded.digest)
 
 

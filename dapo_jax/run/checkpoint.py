@@ -21,7 +21,6 @@ from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models, TrainState
 from dapo_jax.parallel.endings import is_jax_failure
-from dapo_jax.parallel.event_loops import whole_loops
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.run import integrity
 from dapo_jax.run.progress import Progress, of_held_out
@@ -250,7 +249,7 @@ class Checkpoints:
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
         try:
-            with whole_loops():
+            with integrity.whole_loops():
                 yield
         except Exception as error:  # as above
             if is_jax_failure(error) or isinstance(error, SharedFailure):

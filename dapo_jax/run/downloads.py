@@ -2,22 +2,21 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dapo_jax.command.tasks import parse_tasks
+from dapo_jax.command.tasks import TaskOptions, held_out_options, parse_tasks
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import MODEL_PATHS, with_values
+from dapo_jax.config.values import MODEL_PATHS, flat, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import HubName, data_name, model_name
 from dapo_jax.hub.repositories import fetch_model, fetch_split, pinned_name
 from dapo_jax.hub.smollm2 import fetch_smollm2, is_smollm2
 from dapo_jax.monitor.bars import shows_progress
-from dapo_jax.monitor.records import read_config
+from dapo_jax.monitor.recipe import read_config
 from dapo_jax.parallel.processes import first_per_host, gather, is_first
-from dapo_jax.run.base_models import first_model, model_paths
-from dapo_jax.run.other_runs import find_trained
+from dapo_jax.run.base_models import model_paths
+from dapo_jax.run.other_runs import find_trained, first_model
 
 TASKS = "evaluate.tasks"
 Named = tuple[str, HubName]  # an option, and a name on the hub that it holds
@@ -39,8 +38,9 @@ def with_downloads(config: Config, *, training: bool = True, data: bool = True, 
     Raises:
         InputError: one line for each name that the hub does not have or give.
     """
-    own = _pins(config.workdir, _names(config, training, data)) if is_first() else None
-    config = with_values(config, _replaced(config, gather(own)[0]))
+    tasks = parse_tasks(config.evaluate.tasks, held_out_options(config.data, config.evaluate, config.reward))
+    pins = gather(_pins(config.workdir, _names(config, training, data)) if is_first() else None)[0]
+    config = with_values(config, _replaced(flat(config), tasks, pins))
     names = [*_names(config, training, data), *_bases(config.model.path)]
     if any(gather(bool(names))):
         # A run without adapters has all its weights in its checkpoints.
@@ -64,7 +64,8 @@ def _names(config: Config, training: bool, data: bool) -> Iterator[Named]:
     files = {"data.train_files": config.data.train_files} if training else {}
     files |= {"data.val_files": config.data.val_files}
     files = files if config.data.task == "files" else {}
-    files |= {f"{TASKS}.{task.name}": task.files for task in parse_tasks(config)}
+    held_out = held_out_options(config.data, config.evaluate, config.reward)
+    files |= {f"{TASKS}.{task.name}": task.files for task in parse_tasks(config.evaluate.tasks, held_out)}
     for key, paths in files.items():
         for path in paths:
             if (name := data_name(path)) is not None:
@@ -96,17 +97,13 @@ def _pins(workdir: str, names: Iterable[Named]) -> dict[str, str]:
     return pins
 
 
-def _replaced(config: Config, pins: dict[str, str]) -> dict[str, Any]:
+def _replaced(options: Mapping[str, Any], tasks: Sequence[TaskOptions], pins: Mapping[str, str]) -> dict[str, Any]:
     """The options that name models and data, with the value of each key of `pins` instead of it."""
-    values: dict[str, Any] = {}
-    for key in MODEL_PATHS:
-        path = attrgetter(key)(config)
-        values[key] = pins.get(path, path)
+    values: dict[str, Any] = {key: pins.get(options[key], options[key]) for key in MODEL_PATHS}
     for key in ("data.train_files", "data.val_files"):
-        values[key] = tuple(pins.get(path, path) for path in attrgetter(key)(config))
-    tasks = parse_tasks(config)
+        values[key] = tuple(pins.get(path, path) for path in options[key])
     if any(set(task.files) & set(pins) for task in tasks):
-        given = json.loads(config.evaluate.tasks)
+        given = json.loads(options[TASKS])
         for task in tasks:
             given[task.name]["files"] = [pins.get(path, path) for path in task.files]
         values[TASKS] = json.dumps(given)

@@ -1,9 +1,12 @@
 """Host: whether what is read from a checkpoint is what was saved, and what the run needs."""
 
+import asyncio
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -112,3 +115,29 @@ def _of_stream(stream: Any) -> str:
         array = np.asarray(leaf)
         found.update(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode() + array.tobytes())
     return found.hexdigest()
+
+
+class _WholeLoop(asyncio.SelectorEventLoop):
+    """Closes only after its tasks have ended. An interrupt waits for none, and leaves the loop open.
+
+    Orbax closes its loop at the first array that it cannot read. The other reads would then print tracebacks, some of
+    them only when Python exits.
+    """
+
+    def close(self) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, Exception):
+            return
+        while error is not None and not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
+@contextmanager
+def whole_loops() -> Iterator[None]:
+    """Inside, every new event loop closes only after its tasks have ended."""
+    before, asyncio.new_event_loop = asyncio.new_event_loop, _WholeLoop
+    try:
+        yield
+    finally:
+        asyncio.new_event_loop = before

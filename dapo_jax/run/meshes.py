@@ -10,14 +10,14 @@ from jax.sharding import Mesh
 
 from dapo_jax.config.sections import Config, ModelConfig
 from dapo_jax.errors import InputError, divisors, nearest
-from dapo_jax.learner.trainable import HOST
+from dapo_jax.learner.trainable import HOST, Passes
 from dapo_jax.learner.trained_networks import Network, trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, platform, split_devices, with_tensor
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible, indivisible_weights
-from dapo_jax.run.passes import chosen_attention, compute_dtype, fits_memory, given_policy, memory_by_kind, passes
+from dapo_jax.run.passes import chosen_attention, compute_dtype, fits_memory, given_policy, memory_by_kind
 
 
 def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | None = None) -> Meshes:
@@ -165,8 +165,12 @@ def _memories(mesh: Mesh) -> set[str]:
     return {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
 
 
-def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> list[str]:
-    """One line per choice for these devices that may surprise, of attention only in training."""
+def device_notes(config: Config, mesh: Mesh, training: Passes | None = None) -> list[str]:
+    """One line per choice for these devices that may surprise.
+
+    Args:
+        training: the passes of training on `mesh`; None for a command that does not train.
+    """
     device, dtype, lines = mesh.devices.flat[0], compute_dtype(config.model, mesh), []
     if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
         lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
@@ -175,11 +179,11 @@ def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bo
             f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into data "
             f"{mesh.shape['data']}, fsdp {mesh.shape['fsdp']} and tensor {mesh.shape['tensor']}"
         )
-    name, problem = chosen_attention(config.model, config.data, arch, mesh) if training else ("", "")
-    if problem:
-        lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
+    if training:
+        name, problem = chosen_attention(config.model, config.data, training.arch, mesh)
+        lines += [f"model.attention=fused is {name}: the fused kernel {problem}"] * bool(problem)
     if training and config.actor.share_prompts and config.actor.use_dynamic_bsz:
-        attention = passes(config, arch, mesh).attention
+        attention = training.attention
         widest = max(attention.rounded(network.max_tokens) for network in trained(config).values())
         if 0 < attention.shared_width < widest:
             lines.append(

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms.kl import ROUNDING, ROUNDING_BF16
 from dapo_jax.config.derived import uses_reference
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, DistillationConfig
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings, build_actor, build_statistics
@@ -18,6 +18,7 @@ from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.decode_weights import LatestWeights
 from dapo_jax.learner.learner import Batching, Learner, Networks, Teacher, build_estimator
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.learner.trainable import Passes
 from dapo_jax.learner.trained_networks import trained, uses_critic
 from dapo_jax.learner.update import OnMicroBatch
 from dapo_jax.models.architecture import Architecture
@@ -36,6 +37,7 @@ from dapo_jax.run.base_models import (
     policy_identity,
     read_model,
 )
+from dapo_jax.run.passes import passes
 from dapo_jax.run.settings import actor_settings, algorithm_settings, all_micro_batches, micro_batches
 
 
@@ -44,7 +46,7 @@ def build_learner(
 ) -> Learner:
     """The networks on the mesh that trains, and what their batches depend on."""
     mesh, settings = meshes.training, actor_settings(config, arch, meshes.training)
-    algorithm, networks = algorithm_settings(config), trained(config)
+    algorithm, networks = algorithm_settings(config.algorithm, config.reward), trained(config)
     batching = Batching(
         mesh=mesh,
         algorithm=algorithm,
@@ -64,14 +66,15 @@ def _build_networks(
 ) -> Networks:
     """The compiled functions of what is trained, with the weights that are not trained."""
     mesh, sampling = meshes
-    decode_mesh = with_tensor(mesh, sampling.shape["tensor"])
     shown = shows_progress(config.trainer, config.monitor)
-    load = functools.partial(load_policy, config.model.path, arch, mesh, seed=config.seed, shown=shown)
-    freeze = build_freeze(arch, settings.passes.dtype, mesh)
-    base = load() if settings.lora is not None else None
-    with_reference = uses_reference(config.algorithm, config.actor)
-    reference = load_reference(config, arch, freeze, mesh) if with_reference else None
-    teacher = load_teacher(config, tokenizer, mesh) if config.algorithm.distillation.path else None
+    load = functools.partial(load_policy, arch=arch, mesh=mesh, seed=config.seed, shown=shown)
+    freeze, path = build_freeze(arch, settings.passes.dtype, mesh), config.model.path
+    base, reference, teacher = load(path) if settings.lora is not None else None, None, None
+    if uses_reference(config.algorithm, config.actor):
+        reference = load_reference(config.reference, config.model, arch, load, freeze)
+    if config.algorithm.distillation.path:
+        teacher = load_teacher(config, settings, tokenizer, mesh)
+    decode_mesh = with_tensor(mesh, sampling.shape["tensor"])
     actor = build_actor(settings, mesh, freeze(base.params) if base is not None else None, decode_mesh=decode_mesh)
     critic = build_critic(settings.passes, config.critic, mesh) if uses_critic(config.algorithm) else None
     loaded = {"model.path": policy_identity(config.model.lora, arch, base)}
@@ -88,13 +91,13 @@ def _build_networks(
         with the scalar head that the latter has.
         """
         adapters = settings.lora is not None
-        policy = actor.trainable.init_random(config.seed) if adapters else actor.trainable.init_from(load().params)
+        policy = actor.trainable.init_random(config.seed) if adapters else actor.trainable.init_from(load(path).params)
         if critic is None:
             return Models(actor=policy, critic=None)
         if config.critic.model.path:
             trunk = load_critic(config.critic.model.path, arch, mesh)
         else:
-            trunk = load().params if adapters else policy.params
+            trunk = load(path).params if adapters else policy.params
         begin = critic.trainable.init_from if "score" in trunk else critic.init_from_policy
         return Models(actor=policy, critic=begin(trunk))
 
@@ -109,41 +112,43 @@ def _build_networks(
     )
 
 
-def load_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher:
+def load_teacher(config: Config, policy: ActorSettings, tokenizer: Tokenizer, mesh: Mesh) -> Teacher:
     """The teacher on the training mesh, sharded like the policy.
 
     Args:
-        tokenizer: the policy's.
+        policy, tokenizer: the policy's.
 
     Raises:
         InputError: the teacher is no language model, its tokens are others or too few, or the mesh does not divide
             its weights.
     """
     options = config.algorithm.distillation
-    arch, own = read_model(config, TEACHER)
+    arch, own = read_model(dataclasses.replace(config.model, path=options.path), TEACHER)
     check_vocabulary(config.model.path, options.path, tokenizer, own)
     if options.form == "top_k" and options.top_k > tokenizer.vocab_size:
         raise InputError(
             f"algorithm.distillation.top_k={options.top_k} must be at most the {tokenizer.vocab_size} tokens of the "
             "policy: lower it"
         )
-    if problems := indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES):
+    table = weight_table(arch)
+    if problems := indivisible_weights(table, dict(mesh.shape), TRAIN_RULES):
         raise InputError(f"the mesh does not fit {TEACHER}={options.path}: " + "; ".join(problems))
-    settings, shown = teacher_settings(config, arch, mesh), shows_progress(config.trainer, config.monitor)
+    settings = teacher_settings(policy, options, passes(config, arch, mesh))
+    shown = shows_progress(config.trainer, config.monitor)
     base = load_policy(options.path, arch, mesh, seed=config.seed, shown=shown)
     return Teacher(
         statistics=build_statistics(settings, mesh),
         params=build_freeze(arch, settings.passes.dtype, mesh)(base.params),
-        identity=identity(arch, base.digest),
         micro_batches=micro_batches(trained(config)["actor"], settings.passes.attention, arch, mesh),
+        identity=identity(arch, base.digest),
         vocab_size=arch.vocab_size,
     )
 
 
-def teacher_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:
-    """What the teacher's compiled functions depend on."""
-    temperature = config.algorithm.distillation.temperature or config.rollout.temperature
-    return dataclasses.replace(actor_settings(config, arch, mesh), temperature=temperature, lora=None)
+def teacher_settings(policy: ActorSettings, options: DistillationConfig, passes: Passes) -> ActorSettings:
+    """What the teacher's compiled functions depend on; `passes` are its own."""
+    temperature = options.temperature or policy.temperature
+    return dataclasses.replace(policy, passes=passes, temperature=temperature, lora=None)
 
 
 def check_vocabulary(model: str, path: str, policy: Tokenizer, teacher: Tokenizer) -> None:

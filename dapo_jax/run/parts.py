@@ -3,19 +3,20 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
-from flax import traverse_util
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dapo_jax.config.derived import judge_folder, trains_on_older_samples
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, EvaluateConfig, MeshConfig, MonitorConfig
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.environments.episodes import try_on
 from dapo_jax.learner.learner import Learner
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import count_params
@@ -23,7 +24,7 @@ from dapo_jax.monitor.bars import shows_progress
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.monitor import Monitor, StepProfiles
-from dapo_jax.monitor.timers import StageTimers
+from dapo_jax.monitor.timers import Stage, StageTimers
 from dapo_jax.monitor.watchdog import Watchdog
 from dapo_jax.parallel.compilation import compilation_shown, keep_compiled
 from dapo_jax.parallel.mesh import platform
@@ -35,11 +36,13 @@ from dapo_jax.rewards.response_format import check_prompt
 from dapo_jax.rewards.scoring import load_scorer
 from dapo_jax.rewards.trial import check_rewards
 from dapo_jax.rewards.weighted import functions_of
+from dapo_jax.rollout.layout import EngineSettings
 from dapo_jax.run.base_models import read_policy
+from dapo_jax.run.episodes import Environments, open_environments
 from dapo_jax.run.held_out import HeldOut
 from dapo_jax.run.meshes import device_notes, make_meshes
 from dapo_jax.run.networks import build_learner
-from dapo_jax.run.passes import chosen_attention, compute_dtype
+from dapo_jax.run.passes import compute_dtype, passes
 from dapo_jax.run.problems import Problems, read_problems
 from dapo_jax.run.sampler import Sampler, build_engine
 from dapo_jax.run.settings import engine_settings, learning_rate_plan, warn_of_warm_up, with_total_steps
@@ -81,22 +84,29 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
     """
     keep_compiled(config.trainer.compilation_cache_dir)
     arch, tokenizer = read_policy(config)
-    problems = read_problems(config, tokenizer)
-    config = with_total_steps(config, len(problems.train_set), done=initial_step)
-    mesh, rollout_mesh = meshes = make_meshes(config, arch)
-    report_devices(config, arch, mesh)
-    with jax.set_mesh(mesh), ExitStack() as stack:
+    with ExitStack() as stack:
+        environments = stack.enter_context(open_environments(config, tokenizer, check))
+        config, problems = read_episodes(config, tokenizer, environments)
+        num_prompts, batch = len(problems.train_set), config.data.train_batch_size
+        trainer = with_total_steps(config.trainer, batch, num_prompts, done=initial_step)
+        config = dataclasses.replace(config, trainer=trainer)
+        mesh, rollout_mesh = meshes = make_meshes(config, arch)
+        of_training = passes(config, arch, mesh)
+        report_devices(device_notes(config, mesh, of_training), config.mesh, mesh)
+        stack.enter_context(jax.set_mesh(mesh))
         monitor = stack.enter_context(open_monitor(config, initial_step=initial_step))
-        attention, _ = chosen_attention(config.model, config.data, arch, mesh)
         warn_of_warm_up(config.actor.optim, config.trainer)
         plan = learning_rate_plan(config.actor.optim, config.trainer, done=initial_step)
-        for line in filter(None, [*describe(config, arch, problems, mesh, attention), plan]):
+        for line in filter(None, [*describe(config, arch, problems, mesh, of_training.attention.name), plan]):
             logger.info("%s", line)
             monitor.console.note(line)
         rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, monitor, check))
         monitor.console.stage("load")
         pace = unpaced if config.trainer.rollout_ahead else Pace(check)
-        sampler = stack.enter_context(open_sampler(config, arch, tokenizer, rollout_mesh, monitor, check))
+        settings = engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh)
+        sampler = stack.enter_context(open_sampler(settings, tokenizer, config.rollout.stop, monitor.stage, check))
+        sampler = dataclasses.replace(sampler, environments=environments)
+        shown = shows_progress(config.trainer, config.monitor)
         yield Run(
             config=config,
             arch=arch,
@@ -104,9 +114,26 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
             sampler=sampler,
             rewards=rewards,
             learner=build_learner(config, arch, tokenizer, meshes, monitor, pace),
-            held_out=build_held_out(config, problems, sampler, rewards, monitor),
+            held_out=build_held_out(config.evaluate, config.monitor, problems, sampler, rewards, shown=shown),
             monitor=monitor,
         )
+
+
+def read_episodes(
+    config: Config, tokenizer: Tokenizer, environments: Environments | None, *, training: bool = True
+) -> tuple[Config, Problems]:
+    """The problems, each the beginning of an episode if there is an environment, which is tried on the first of them.
+
+    The config has no reward function where the environment gives rewards.
+    """
+    if environments is None:
+        return config, read_problems(config, tokenizer, training=training)
+    config = environments.without_reward_function(config)
+    tools = environments.pool.description.tools
+    problems = read_problems(config, tokenizer, training=training, tools=tools)
+    for row in [rows[0] for rows, _ in problems.by_function() if rows][:1]:
+        environments.speaks_first = bool(try_on(environments.pool, row, config.seed)[0].messages)
+    return config, problems
 
 
 @contextmanager
@@ -177,49 +204,52 @@ def open_rewards(
 
 @contextmanager
 def open_sampler(
-    config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh, monitor: Monitor, check: Check = lambda: None
+    settings: EngineSettings, tokenizer: Tokenizer, stop: tuple[str, ...], stage: Stage, check: Check = lambda: None
 ) -> Iterator[Sampler]:
-    """An engine on `mesh`; what it compiles in the background ends with it."""
-    settings = engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh)
+    """An engine with these settings; what it compiles in the background ends with it. `stop`: rollout.stop."""
     engine = build_engine(settings, check)
     try:
-        yield Sampler(tokenizer, engine, mesh, config.rollout.stop, monitor.stage)
+        yield Sampler(tokenizer, engine, settings.mesh, stop, stage)
     finally:
         engine.close()
 
 
 def build_held_out(
-    config: Config, problems: Problems, sampler: Sampler, rewards: RewardPipeline, monitor: Monitor
+    options: EvaluateConfig,
+    monitor: MonitorConfig,
+    problems: Problems,
+    sampler: Sampler,
+    rewards: RewardPipeline,
+    *,
+    shown: bool,
 ) -> HeldOut:
-    """What measures a policy, as a stage of its own."""
+    """What measures a policy, as a stage of its own; `shown`: show a progress bar."""
     return HeldOut(
         task_sets=problems.task_sets,
         sampler=dataclasses.replace(sampler, stage=nullcontext),
         rewards=rewards,
-        max_error_share=config.reward.max_error_share,
-        bootstrapped=config.evaluate.bootstrap,
-        detailed=config.monitor.detailed_stats,
-        shows_progress=shows_progress(config.trainer, config.monitor),
-        stage=monitor.stage,
+        bootstrapped=options.bootstrap,
+        detailed=monitor.detailed_stats,
+        shows_progress=shown,
+        stage=sampler.stage,
     )
 
 
-def check_processes(config: Config, directory: str) -> None:
-    """Raises ValueError unless all processes have the same config, and all reach the `directory` of checkpoints."""
-    values = traverse_util.flatten_dict(dataclasses.asdict(config), sep=".", keep_empty_nodes=True)
+def check_processes(options: Mapping[str, Any], directory: str) -> None:
+    """Raises ValueError unless all processes have the same options, and all reach the `directory` of checkpoints."""
     own = {"workdir", "trainer.process_id"}
-    common = {name: json.loads(json.dumps(value, default=str)) for name, value in values.items() if name not in own}
+    common = {name: json.loads(json.dumps(value, default=str)) for name, value in options.items() if name not in own}
     check_agreement(common | {"the directory of checkpoints": directory})
     check_shared(directory)
 
 
-def report_devices(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> None:
-    """Logs what was chosen for the devices, and warns of GPUs of this machine that the mesh leaves out."""
-    for note in device_notes(config, arch, mesh, training=training):
+def report_devices(notes: Sequence[str], options: MeshConfig, mesh: Mesh) -> None:
+    """Logs the notes of `device_notes`, and warns of GPUs of this machine that the mesh leaves out."""
+    for note in notes:
         logger.info("%s", note)
     if warning := unused_gpu():
         logger.warning("%s", warning)
-    if config.mesh.data == -1 and platform(mesh) == "gpu" and (warning := idle_gpus()):
+    if options.data == -1 and platform(mesh) == "gpu" and (warning := idle_gpus()):
         logger.warning("%s", warning)
 
 

@@ -1,5 +1,6 @@
 """Host: what the passes of training compute with (dtype, attention, what is kept), and the memory that they need."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -19,7 +20,7 @@ from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import limits_of, multiplies_bfloat16
 from dapo_jax.parallel.mesh import platform
-from dapo_jax.run.base_models import TEACHER, read_model
+from dapo_jax.run.base_models import TEACHER, read_architecture_of
 
 FILLED = 0.85  # of a device's memory, which an estimate may reach
 SCORES = 3  # times that the scores of a layer exist
@@ -122,17 +123,19 @@ def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_sco
         stores_scores: whether attention stores its scores, as XLA's does.
         policy: what each layer keeps; "" = what the config says, of model.remat_policy=auto the least.
     """
-    fsdp, tensor, networks = mesh.shape["fsdp"], mesh.shape["tensor"], trained(config)
+    fsdp, tensor, distillation = mesh.shape["fsdp"], mesh.shape["tensor"], config.algorithm.distillation
+    teacher = dataclasses.replace(config.model, path=distillation.path) if distillation.path else None
     longest = config.data.max_prompt_length + config.data.max_response_length
-    tokens = max(network.max_tokens for network in networks.values())
     tables = TABLE_BYTES * arch.vocab_size * arch.hidden_size / tensor
     kept = arch.num_layers * _kept_width(policy or given_policy(config.model), arch) / tensor
     scores = SCORES * arch.num_heads * longest / tensor if stores_scores else 0
+    networks = trained(config)
+    tokens = max(network.max_tokens for network in networks.values())
     of_passes = 4 * tokens * (kept + ARRAYS * arch.hidden_size + scores)
     rank, reference = config.model.lora.rank, uses_reference(config.algorithm, config.actor)
     states = {name: _state_bytes(network.options.optim) for name, network in networks.items()}
     of_weight = sum((states | {"actor": 2} if rank else states).values()) + (2 if reference and not rank else 0)
-    of_teacher = 2 * count_params(read_model(config, TEACHER)[0]) if config.algorithm.distillation.path else 0
+    of_teacher = 2 * count_params(read_architecture_of(teacher, TEACHER)) if teacher else 0
     return (of_weight * count_params(arch) + of_teacher) / (fsdp * tensor) + tables + of_passes
 
 

@@ -10,7 +10,7 @@ from etils import epath
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.places import is_address, place_of
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import read_config
+from dapo_jax.monitor.recipe import read_config
 from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.run.checkpoint import saved_steps
 

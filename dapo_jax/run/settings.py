@@ -11,7 +11,7 @@ from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.command.tasks import given_function
 from dapo_jax.command.warnings import NO_POLICY_STEP
 from dapo_jax.config.derived import further_rewards
-from dapo_jax.config.sections import AlgorithmConfig, Config, ModelConfig, OptimConfig, TrainerConfig
+from dapo_jax.config.sections import AlgorithmConfig, Config, ModelConfig, OptimConfig, RewardConfig, TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.micro_batches import MicroBatches
@@ -29,29 +29,29 @@ from dapo_jax.run.passes import passes, within_lengths
 logger = logging.getLogger(__name__)
 
 
-def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
-    """`config` with the number of training steps from trainer.total_epochs and total_training_steps.
+def with_total_steps(trainer: TrainerConfig, batch: int, num_prompts: int, *, done: int) -> TrainerConfig:
+    """`trainer` with the number of training steps from trainer.total_epochs and total_training_steps.
 
     An epoch is the number of steps that train on `num_prompts` groups. So the total, on which learning rates depend,
     is known before the first step. If the filter drops prompts, the run passes over the rows more often (metric
     data/epoch).
 
     Args:
+        batch: data.train_batch_size.
         done: training steps that a resumed run has behind it.
 
     Raises:
         InputError: the total is less than one step, than `done`, or than a step of trainer.profile_steps.
     """
-    trainer, batch = config.trainer, config.data.train_batch_size
     if trainer.total_epochs is None:
-        return config
+        return trainer
     steps, given = trainer.total_epochs * num_prompts // batch, trainer.total_training_steps
     name = f"trainer.total_epochs={trainer.total_epochs} ({steps} steps of {batch} of {num_prompts} prompts)"
     if 0 < given < steps:
         logger.warning(
             "trainer.total_training_steps=%d ends the run before %s: -1 leaves it to the epochs", given, name
         )
-        return config
+        return trainer
     if steps < 1:
         raise InputError(f"{name} is less than one step: raise it, lower data.train_batch_size, or give more prompts")
     if steps < done:
@@ -61,7 +61,7 @@ def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
     logger.info("%s", name)
     if trainer.critic_warmup >= steps:
         logger.warning("%s", NO_POLICY_STEP)
-    return dataclasses.replace(config, trainer=dataclasses.replace(trainer, total_training_steps=steps))
+    return dataclasses.replace(trainer, total_training_steps=steps)
 
 
 def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:
@@ -75,17 +75,16 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
     )
 
 
-def algorithm_settings(config: Config) -> AlgorithmConfig:
+def algorithm_settings(algorithm: AlgorithmConfig, reward: RewardConfig) -> AlgorithmConfig:
     """The options of the algorithm, with the name and the weight of each reward that an estimator of several reads."""
-    algorithm = config.algorithm
     if not needs(named_estimator(algorithm.adv_estimator), "reward_parts"):
         return algorithm
     keys = algorithm.gdpo_reward_keys
     weights = algorithm.gdpo_reward_weights or (1.0,) * len(keys)
     if not keys:
-        scale = config.reward.model.function_weight if config.reward.model.path else 1.0
-        found = {part.name: scale * part.weight for part in parse_parts(given_function(config.reward))}
-        found |= further_rewards(config.reward)
+        scale = reward.model.function_weight if reward.model.path else 1.0
+        found = {part.name: scale * part.weight for part in parse_parts(given_function(reward))}
+        found |= further_rewards(reward)
         keys, weights = tuple(found), tuple(found.values())
     return dataclasses.replace(algorithm, gdpo_reward_keys=keys, gdpo_reward_weights=weights)
 

@@ -7,15 +7,14 @@ which runs in DIR/NAME/seed_N. Rerun the same command to resume, also with furth
 passed over. In the end a table and the page DIR/report.html compare the arms (docs/report.md).
 """
 
-import dataclasses
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from dapo_jax.command.command_line import read_options, refusals
 from dapo_jax.command.help import command_parser
@@ -24,7 +23,8 @@ from dapo_jax.config.places import is_address
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat, with_values
 from dapo_jax.errors import InputError, say
-from dapo_jax.monitor.records import METRICS, config_differences, read_metrics
+from dapo_jax.monitor.recipe import config_differences
+from dapo_jax.monitor.records import METRICS, read_metrics
 from dapo_jax.tools.plot import points
 from dapo_jax.tools.report.describe import steps_left
 from dapo_jax.tools.report.numbers import duration
@@ -63,7 +63,8 @@ def planned_runs(arms: Sequence[str], seeds: Sequence[int], options: Sequence[st
             for seed in seeds:
                 of_run = with_values(config, {"seed": seed, "workdir": str(output / name / f"seed_{seed}")})
                 found.append(Planned(name, [*options, *own], of_run))
-                _check(of_run)
+                validate(of_run)
+                _check_folder(of_run.workdir, flat(of_run))
         except InputError as error:
             raise InputError(f"--arm {name}: {error}") from error
         if earlier & {name, config}:
@@ -84,17 +85,16 @@ def _config(options: Sequence[str]) -> Config:
     return with_values(config, {"seed": 0, "workdir": ""})
 
 
-def _check(config: Config) -> None:
-    """InputError if a run's config has problems, or if its folder holds a run of other options."""
-    validate(config)
+def _check_folder(workdir: str, options: Mapping[str, Any]) -> None:
+    """InputError if a run's folder holds a run of other options."""
     changed = []
-    for line in config_differences(config.workdir, dataclasses.asdict(config)):
+    for line in config_differences(workdir, options):
         key, _, values = line.partition(": ")
         before, _, given = values.partition(" -> ")  # absent: of an earlier version
         same = key == "workdir" or before == "absent" or _PIN.sub("", before) == given.replace("/'", "'")
         changed += [] if same else [line]
     if changed:
-        found = f"{config.workdir} holds a run of other options ({'; '.join(changed)})"
+        found = f"{workdir} holds a run of other options ({'; '.join(changed)})"
         raise InputError(f"{found}: choose another --output, or give the options as before")
 
 

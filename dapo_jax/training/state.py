@@ -4,15 +4,14 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from dapo_jax.command.warnings import warnings
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import AlgorithmConfig, DataConfig, RolloutConfig
 from dapo_jax.data.experience import Collected, Experience, from_arrays, to_arrays
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
@@ -21,10 +20,8 @@ from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.models.identity import Identity, differences
 from dapo_jax.monitor.alarms import without_held_out
-from dapo_jax.monitor.records import config_differences
-from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.run.checkpoint import Checkpoints
-from dapo_jax.run.other_runs import Origin, find_checkpoint, is_own
+from dapo_jax.run.other_runs import Origin
 from dapo_jax.run.parts import Run
 from dapo_jax.run.progress import Progress, best_of, kl_coef_of, of_held_out, resumed_coefficient, without_best
 
@@ -44,50 +41,6 @@ class RunState:
     def is_whole(self) -> bool:
         """Whether its arrays still exist: the first optimizer step of the next update donates them."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.models))
-
-
-def starting_point(config: Config, checkpoints: Checkpoints, lines: Sequence[str] = ()) -> Origin | None:
-    """The run's newest checkpoint, else the one of trainer.resume_from_path; None for a new run.
-
-    Args:
-        lines: of the command, for the log.
-
-    Raises:
-        ValueError: the workdir holds a checkpoint although trainer.resume_mode=disable, or the run to start from has
-            none.
-    """
-    latest, directory = checkpoints.latest_step(), checkpoints.directory
-    check_agreement({"the step of the newest checkpoint": latest})
-    if latest is not None and config.trainer.resume_mode == "disable":
-        raise InputError(
-            f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
-            "choose another workdir, or resume_mode=auto to resume"
-        )
-    other, total = config.trainer.resume_from_path, config.trainer.total_training_steps
-    if latest is not None:
-        origin = Origin(directory, latest)
-    else:
-        origin = find_checkpoint(other) if other else None
-    if other and is_own(other, config.workdir, directory):
-        raise InputError(
-            f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to resume "
-            "from one of its earlier checkpoints"
-        )
-    if origin is not None and origin.step > total > 0:  # -1: known once the prompts are read
-        raise InputError(
-            f"trainer.total_training_steps={total} is less than the {origin.step} steps that {origin.directory} has "
-            "done: raise it, or choose another workdir"
-        )
-    if is_first():
-        values = dataclasses.asdict(config)
-        if latest is not None:
-            for line in config_differences(config.workdir, values):
-                logger.warning("resuming with a changed config: %s", line)
-        for line in lines:
-            logger.info("%s", line)  # the console has shown it already, before the log was open
-        for line in warnings(config):
-            logger.warning("%s", line)
-    return origin
 
 
 def first_state(run: Run) -> RunState:
@@ -212,7 +165,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         progress = dataclasses.replace(without_best(progress), prompts=prompts, alarms={})
         return RunState(models, progress, _first_stream(run), learnt.state())
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
-    check_sampling(run.config, stream, ahead, sampled_at)
+    check_sampling(run.config.data, run.config.rollout, run.config.algorithm, stream, ahead, sampled_at)
     if stream.begun:
         _check_begun(stream.begun, progress.step, run.config.rollout.segment_length)
     return RunState(models, progress, stream, learnt.state(), ahead)
@@ -250,23 +203,29 @@ def _on_held_out(run: Run, progress: Progress) -> Progress:
     return progress
 
 
-def check_sampling(config: Config, stream: StreamState, ahead: Collected | None, temperature: float | None) -> None:
+def check_sampling(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    stream: StreamState,
+    ahead: Collected | None,
+    temperature: float | None,
+) -> None:
     """Raises InputError unless the run would have sampled the groups of a checkpoint as they were.
 
     Args:
         temperature: at which they were sampled: their log-probabilities are of it. None = not known.
     """
-    rollout, length = config.rollout, config.data.max_response_length
     size = int(ahead.metrics["dynamic_sampling/target_prompt_num"]) if ahead else None
-    values: list[tuple[str, Any, Any]] = [("data.train_batch_size", size, config.data.train_batch_size)]
+    values: list[tuple[str, Any, Any]] = [("data.train_batch_size", size, data.train_batch_size)]
     for groups in filter(None, (stream.carried, ahead and ahead.experience, stream.begun)):
         values += [
             ("rollout.n", groups.responses.shape[1], rollout.n),
-            ("data.max_response_length", groups.responses.shape[2], length),
+            ("data.max_response_length", groups.responses.shape[2], data.max_response_length),
             ("rollout.temperature", temperature, rollout.temperature),
         ]
         if groups is not stream.begun:
-            values.append(("algorithm.use_kl_in_reward", groups.kl is not None, config.algorithm.use_kl_in_reward))
+            values.append(("algorithm.use_kl_in_reward", groups.kl is not None, algorithm.use_kl_in_reward))
     for name, found, wanted in values:
         if found not in (None, wanted):
             raise InputError(

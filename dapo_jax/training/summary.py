@@ -10,8 +10,8 @@ from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config, TrainerConfig
 from dapo_jax.monitor.console import Value
 from dapo_jax.monitor.environment import write_environment
-from dapo_jax.monitor.recipe import Recipe, keep_files, write_recipe
-from dapo_jax.monitor.records import OnStep, RunRecords, read_metrics, unheard, write_config
+from dapo_jax.monitor.recipe import Recipe, keep_files, write_config, write_recipe
+from dapo_jax.monitor.records import OnStep, RunRecords, read_metrics, unheard
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.rewards.weighted import is_weighted, parse_parts
 from dapo_jax.run.held_out import mean_accuracy
@@ -40,17 +40,16 @@ def open_records(
             functions |= {f"reward.functions.{part.name}": part.function for part in parse_parts(given)}
         else:
             functions["reward.function"] = given
+        functions["environment.path"] = config.environment.path
+        functions |= {f"environment.tools.{index}": tool for index, tool in enumerate(config.environment.tools)}
         keep_files(config.workdir, functions, done=progress.step if progress else 0)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
-    trainer = config.trainer
     return RunRecords(
         config.workdir,
+        config.trainer,
         resume_step=last_row,
         enabled=is_first(),
         upload=upload,
-        logger=trainer.logger,
-        project_name=trainer.project_name,
-        experiment_name=trainer.experiment_name,
         given=recipe.given if recipe else (),
         on_step=on_step,
     )

@@ -104,7 +104,7 @@ def test_its_parameters_decide_what_else_is_read(mine):
     assert not needs_statistics(valued.algorithm)
     parts = '{"right": "math_dapo", "brief": {"function": "format", "weight": 0.5}}'
     several = config(algorithm__adv_estimator=mine("several"), reward__functions=parts)
-    settings = algorithm_settings(several)
+    settings = algorithm_settings(several.algorithm, several.reward)
     assert settings.gdpo_reward_keys == ("right", "brief") and settings.gdpo_reward_weights == (1.0, 0.5)
     assert needs_statistics(several.algorithm) and not named.own_problem(ESTIMATOR, mine("several"), vars(settings))
     assert "several rewards" in problems({ESTIMATOR: mine("several")})[0]

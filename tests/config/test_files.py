@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from dapo_jax.command.command_line import read_config
-from dapo_jax.command.tasks import parse_tasks
+from dapo_jax.command.tasks import held_out_options, parse_tasks
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import PATHS, default_config, flat, freeze, with_values
@@ -169,7 +169,8 @@ def test_the_home_of_the_user_is_known_in_every_path(monkeypatch):
     changed = read_config(["train", "--config", str(TINY), *(f"--config.{key}=~/x" for key in PATHS)])
     for key in PATHS:
         assert flat(changed)[key] in ("/home/me/x", ("/home/me/x",)), key
-    [task] = parse_tasks(with_values(values, {"evaluate.tasks": '{"own": {"files": "~/x.jsonl"}}'}))
+    held_out = held_out_options(values.data, values.evaluate, values.reward)
+    [task] = parse_tasks('{"own": {"files": "~/x.jsonl"}}', held_out)
     assert task.files == ("/home/me/x.jsonl",)
 
 

@@ -17,7 +17,7 @@ from dapo_jax.hub import smollm2
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.hf_architecture import context_length, read_architecture
 from dapo_jax.models.load import load_params
-from dapo_jax.run.base_models import check_model_paths
+from dapo_jax.run.base_models import check_model_paths, model_paths
 from dapo_jax.run.downloads import with_downloads
 
 
@@ -87,10 +87,10 @@ def test_the_file_of_an_earlier_version_is_converted_and_its_name_still_means_th
     shutil.copy(tmp_path / "small.gguf", smollm2.SMOLLM2_FILE)
     config = small_config(tmp_path / "run", **{"model.path": smollm2.SMOLLM2_FILE})
     assert with_downloads(config) == config and wheels == []
-    check_model_paths(config)
+    check_model_paths(model_paths(config))
     assert model_at(smollm2.SMOLLM2_FILE, weights=True) == Path(smollm2.SMOLLM2)
     Path(smollm2.SMOLLM2_FILE).unlink()
-    check_model_paths(config)
+    check_model_paths(model_paths(config))
     assert read_architecture(model_at(smollm2.SMOLLM2_FILE, weights=True)) == ARCH
 
 

@@ -11,8 +11,7 @@ import yaml
 from small_run import small_config
 from test_export import save_checkpoint
 
-from dapo_jax.config.sections import Config
-from dapo_jax.config.values import with_values
+from dapo_jax.config.values import DEFAULTS
 from dapo_jax.export import export
 from dapo_jax.export.hub import model_card
 
@@ -81,7 +80,7 @@ def test_the_card_names_the_base_the_options_and_the_accuracy(tmp_path):
     values = {"workdir": str(tmp_path), "model.path": "Qwen/Qwen2.5-0.5B@" + "a" * 40, "actor.optim.lr": 2e-6}
     rows = [{"step": step, "eval/math/acc/mean@4": step / 10, "eval/math/acc/std@4": 0.0} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    card = model_card(with_values(Config(), values), 2, adapter=False)
+    card = model_card(DEFAULTS | values, 2, adapter=False)
     _, head, body = card.split("---\n", 2)
     assert yaml.safe_load(head) == {
         "library_name": "transformers",
@@ -95,7 +94,7 @@ def test_the_card_names_the_base_the_options_and_the_accuracy(tmp_path):
 
 def test_a_card_tells_no_path_of_this_machine(tmp_path):
     (tmp_path / "mine").mkdir()
-    config = with_values(Config(), {"workdir": str(tmp_path / "run"), "model.path": str(tmp_path / "mine")})
-    card = model_card(config, 3, adapter=True)
+    options = DEFAULTS | {"workdir": str(tmp_path / "run"), "model.path": str(tmp_path / "mine")}
+    card = model_card(options, 3, adapter=True)
     assert str(tmp_path) not in card and "base_model" not in card and "Adapters for mine after 3" in card
     assert "library_name: peft" in card

@@ -7,12 +7,17 @@ import pytest
 from small_run import RECIPE
 
 import dapo_jax as dx
+from dapo_jax.config.values import with_values
 from dapo_jax.interface.configs import as_config
-from dapo_jax.interface.rewards import with_reward
+from dapo_jax.interface.rewards import reward_options
 
 
 def short(text):
     return -float(len(text))
+
+
+def with_reward(config, reward):
+    return with_values(config, reward_options(reward))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import dapo_jax as dx
 from dapo_jax.config.values import flat, freeze, with_values
 from dapo_jax.interface import sizes
 from dapo_jax.interface.rows import with_rows
-from dapo_jax.monitor.records import read_config
+from dapo_jax.monitor.recipe import read_config
 
 ROWS = [{"q": f"{number} + 1 =", "a": number + 1} for number in range(8)]
 COLUMNS = {"data.prompt_template": "{q}", "data.answer_key": "a", "reward.function": "arithmetic"}

@@ -15,6 +15,7 @@ from dapo_jax.monitor.records import read_metrics
 from dapo_jax.training.loop import train
 
 NEEDS = {"accelerator", "several processes", "data.mixture", "rollout.segment_length", "an endpoint for reward.judge"}
+NEEDS |= {"environment.path or tools"}
 # Two short runs that have between them every part that emits metrics.
 WITH_CRITIC = {
     "algorithm.adv_estimator": "gae",

@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 
 from dapo_jax.command.command_line import command, read_config
+from dapo_jax.config.values import flatten
 from dapo_jax.monitor.environment import environment, recorded_environment
-from dapo_jax.monitor.recipe import recorded_recipe
-from dapo_jax.monitor.records import flatten, recorded_config
+from dapo_jax.monitor.recipe import recorded_options, recorded_recipe
 from dapo_jax.training.summary import open_records
 
 TINY = str(Path(__file__).parents[2] / "configs/tiny.py")
@@ -28,7 +28,7 @@ def test_the_last_start_records_its_config_file_and_what_the_command_line_set(tm
     recipe = started(tmp_path, "--config.seed=3", "--config.actor.optim.lr=0.1")
     assert recipe is not None and recipe.config is not None
     assert recipe.recipe == TINY and recipe.given == ["actor.optim.lr", "seed", "workdir"]
-    of_recipe, of_run = flatten(dict(recipe.config)), flatten(recorded_config(tmp_path))
+    of_recipe, of_run = flatten(dict(recipe.config)), recorded_options(tmp_path)
     assert of_recipe["seed"] == 0 and of_run["seed"] == 3
     assert [key for key in of_run if of_run[key] != of_recipe[key]] == ["actor.optim.lr", "seed", "workdir"]
 

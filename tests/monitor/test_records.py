@@ -11,9 +11,10 @@ from event_files import events_of
 from tensorboardX.proto.event_pb2 import SessionLog
 
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import with_values
+from dapo_jax.config.values import flat, flatten, with_values
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import RunRecords, config_differences, read_config, read_metrics, write_config
+from dapo_jax.monitor.recipe import config_differences, read_config, write_config
+from dapo_jax.monitor.records import RunRecords, read_metrics
 
 
 def write_run(workdir, steps, *, resume_step=None):
@@ -180,17 +181,17 @@ def test_a_run_of_an_earlier_version_may_have_chosen_an_engine(tmp_path):
     values = dataclasses.asdict(with_values(Config(), {"rollout.engine": "auto", "workdir": str(tmp_path)}))
     write_config(tmp_path, values)
     config = read_config(tmp_path)
-    assert config.rollout.engine is None and config_differences(tmp_path, dataclasses.asdict(config)) == []
+    assert config.rollout.engine is None and config_differences(tmp_path, flat(config)) == []
 
 
 def test_config_differences_name_key_and_both_values(tmp_path):
     config = {"seed": 0, "actor": {"optim": {"lr": 1e-6, "betas": (0.9, 0.95)}, "loss": "ppo"}, "mesh": {}}
-    assert config_differences(tmp_path, config) == []
+    assert config_differences(tmp_path, flatten(config)) == []
     write_config(tmp_path / "run", config)
-    assert config_differences(tmp_path / "run", config) == []
+    assert config_differences(tmp_path / "run", flatten(config)) == []
     optim = {"lr": 2e-6, "betas": (0.9, 0.99)}
     other = {"seed": 0, "actor": {"optim": optim, "clip": None}, "mesh": {"data": 2}}
-    assert config_differences(tmp_path / "run", other) == [
+    assert config_differences(tmp_path / "run", flatten(other)) == [
         "actor.clip: absent -> None",
         "actor.loss: 'ppo' -> absent",
         "actor.optim.betas: [0.9, 0.95] -> [0.9, 0.99]",

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from config_problems import assert_one, problems
 
+from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import EVENTS, histogram
@@ -66,7 +67,7 @@ def own(tmp_path, name="tracker.py:MLflow"):
 
 
 def write(workdir, steps, *, resume_step=None, logger=("wandb",), **names):
-    with RunRecords(workdir, resume_step=resume_step, logger=logger, **names) as records:
+    with RunRecords(workdir, TrainerConfig(logger=logger, **names), resume_step=resume_step) as records:
         records.describe({"seed": 0, "data.val_files": ()}, ["loss"])
         for step in steps:
             texts = [{"kind": "best", "response": f"answer {step}"}, {"response": "b", "score": 1.0}]
@@ -168,6 +169,7 @@ def test_the_logger_takes_paths_of_classes():
 OFFLINE = f"""
 import sys
 import numpy as np
+from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import histogram
 {inspect.getsource(write)}

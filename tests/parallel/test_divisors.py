@@ -89,7 +89,7 @@ def test_batches_are_proposed_that_the_mesh_divides(devices, micro):
     batches = {"actor.ppo_mini_batch_size": 4, "data.train_batch_size": 8, "rollout.n": 4}
     changes = {**batches, "actor.ppo_micro_batch_size_per_device": micro, "actor.use_dynamic_bsz": False}
     config = small_config("unused", **changes)
-    arch, used = read_model(config)[0], jax.devices()[:devices]
+    arch, used = read_model(config.model)[0], jax.devices()[:devices]
     with pytest.raises(ValueError, match="must be a multiple of") as refused:
         make_meshes(config, arch, used)
     check_weights(arch, make_mesh(-1, 1, 1, used))  # an evaluation or an export has no batches

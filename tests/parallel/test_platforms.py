@@ -6,7 +6,6 @@ import re
 
 import jax
 import pytest
-from shapes import ARCH
 from small_run import small_config
 
 from dapo_jax.parallel import platforms
@@ -148,7 +147,7 @@ def test_a_run_that_takes_all_devices_warns(monkeypatch, caplog, tmp_path, platf
     monkeypatch.setattr(parts, "platform", lambda mesh: platform)
     monkeypatch.setattr(parts, "idle_gpus", lambda: "JAX uses 1 of the 8 GPUs")
     config = small_config(tmp_path, **{"mesh.data": data, "mesh.fsdp": 1, "mesh.tensor": 1})
-    parts.report_devices(config, ARCH, make_mesh(2, 1, 1, jax.devices()[:2]))
+    parts.report_devices((), config.mesh, make_mesh(2, 1, 1, jax.devices()[:2]))
     assert [record.levelname for record in caplog.records if "1 of the 8" in record.message] == ["WARNING"] * warns
 
 

@@ -209,7 +209,7 @@ def words(output: str) -> str:
 def policy(workdir: Path, step: int = 4) -> dict:
     """The parameters of the checkpoint of `step`, read by this one process onto a mesh of its own."""
     config = small_config(workdir)
-    arch, _ = read_model(config)
+    arch, _ = read_model(config.model)
     mesh = make_mesh(-1, 1, 2)
     shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape.params
     checkpoints = Checkpoints(checkpoint_dir(config.workdir, config.trainer), config.trainer)

@@ -13,7 +13,8 @@ from small_run import RECIPE, rows_without_clock
 from dapo_jax import cli
 from dapo_jax.command.command_line import read_config
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import to_json_line, write_config
+from dapo_jax.monitor.recipe import write_config
+from dapo_jax.monitor.records import to_json_line
 from dapo_jax.tools import sweep
 
 OPTIONS = [str(RECIPE), "trainer.total_training_steps=4"]

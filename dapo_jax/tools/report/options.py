@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from dapo_jax.command.help import described
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS
-from dapo_jax.monitor.records import flatten
+from dapo_jax.config.values import DEFAULTS, flatten
 from dapo_jax.tools.report.read import RunFiles
 
 _WHERE = ("workdir",)  # says where a run is, not what it does

@@ -9,8 +9,8 @@ from typing import Any
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.log import LOG
-from dapo_jax.monitor.recipe import Recipe, recorded_recipe
-from dapo_jax.monitor.records import METRICS, flatten, read_metrics, recorded_config, sample_files
+from dapo_jax.monitor.recipe import Recipe, recorded_options, recorded_recipe
+from dapo_jax.monitor.records import METRICS, read_metrics, sample_files
 from dapo_jax.monitor.workdir import run_name
 
 _LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
@@ -70,7 +70,7 @@ def read_run(name: str, workdir: str) -> RunFiles:
     folder = Path(workdir).expanduser()
     if not folder.is_dir():
         raise InputError(f"{workdir} is not a directory: give the workdir of a run on this machine")
-    config = flatten(recorded_config(folder))
+    config = recorded_options(folder)
     if not config and not (folder / METRICS).exists():
         raise InputError(f"{workdir} has no config.json and no {METRICS}: give the workdir of a run")
     description, last_line, error, warnings = _read_log(folder / LOG)
