@@ -70,6 +70,7 @@ def test_what_the_environment_said_is_in_the_chat_and_not_the_policys():
         assert all(tokens[start - 1] == 1 and own[start - 1] for start in starts), "after the end of a turn"
 
 
+@pytest.mark.slow
 def test_slots_and_chunks_change_no_token_or_reward():
     expected = generated()
     for changes in (
