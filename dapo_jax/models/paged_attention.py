@@ -65,7 +65,7 @@ class AttendPages(Protocol):
         cap: as in Scores.
 
     Returns:
-        [B, N, H] float32.
+        [B, N, H], float32 or in the dtype of the pages.
     """
 
     def __call__(
