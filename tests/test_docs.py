@@ -101,7 +101,7 @@ def test_the_tests_that_the_laws_name_exist():
 def test_the_line_of_the_guide_is_one_of_the_console(capsys):
     """Its labels and its shape; the numbers are those of a run."""
     [line] = re.findall(r"^    (step +\d+/100 .*)$", (ROOT / "docs/getting_started.md").read_text(), re.M)
-    Console(100, initial_step=0, enabled=True, constant=["clip"]).step_line(50, {})
+    Console(100, initial_step=0, enabled=True, constant=["clip", "turns"]).step_line(50, {})
     shown = capsys.readouterr().out.rstrip("\n")
     assert len(line) == len(shown) and re.findall("[a-z/]{2,}", line) == re.findall("[a-z/]{2,}", shown)
 

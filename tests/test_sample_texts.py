@@ -1,5 +1,7 @@
 """Responses to held-out problems that are kept for people to read."""
 
+import dataclasses
+
 import numpy as np
 from small_run import small_config
 
@@ -9,7 +11,7 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.run.problems import TaskSet
-from dapo_jax.training.sample_texts import held_out_texts
+from dapo_jax.training.sample_texts import held_out_texts, turns_of
 
 ROWS = [PromptRow(*row, {}) for row in (("1", "s", "a"), ("2", "t", "b"), ("1", "s", "a"), ("3", "s", "c"))]
 
@@ -51,3 +53,16 @@ def test_a_repeated_prompt_is_one_problem_and_batches_change_nothing():
     found = kept(range(4), wanted=2)
     assert [one["response"] for one in found] == ["0.0", "1.0", "3.0"]
     assert found == kept([0, 1], [2, 3], wanted=2) and kept(range(4), wanted=0) == []
+
+
+def test_the_turns_of_an_episode_are_what_each_wrote_in_order():
+    tokenizer, experience = character_tokenizer(), answered([3])
+    assert turns_of(experience, (0, 0), tokenizer) == {}
+    own = np.array([[[True, False, False, True]] * 2])
+    responses = np.array([[tokenizer.encode("1234")] * 2], np.int32)
+    for kept, texts in ((4, ["1", "23", "4"]), (3, ["1", "23"]), (1, ["1"]), (0, [])):
+        mask = np.broadcast_to(np.arange(4) < kept, own.shape)
+        episode = dataclasses.replace(experience, responses=responses, mask=mask, by_policy=own)
+        found = turns_of(episode, (0, 1), tokenizer)["turns"]
+        assert [turn["text"] for turn in found] == texts
+        assert [turn["by"] for turn in found] == ["policy", "environment", "policy"][: len(texts)]

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from urllib.parse import urlsplit
 
 from dapo_jax.command.tasks import NO_FUNCTIONS
-from dapo_jax.config.derived import trains_on_rewards
+from dapo_jax.config.derived import environment_classes, trains_on_rewards
 from dapo_jax.config.own_functions import is_own
 from dapo_jax.config.sections import DistillationConfig, EnvironmentConfig, JudgeConfig, RewardConfig
 from dapo_jax.data.experience import OWN_SCORES
@@ -50,7 +50,12 @@ def reward_problems(reward: RewardConfig, distillation: DistillationConfig, func
 
 def environment_problems(environment: EnvironmentConfig, reward: RewardConfig) -> Iterator[str]:
     """What is wrong with the names in the section environment, or does not go with it."""
-    for option, name in [("path", environment.path), *(("tools", tool) for tool in environment.tools)]:
+    try:
+        classes = environment_classes(environment.path).values()
+    except InputError as error:
+        yield str(error)
+        return
+    for option, name in [*(("path", one) for one in classes), *(("tools", tool) for tool in environment.tools)]:
         if name and not (is_own(name) or name.startswith(OF_SESSION)):
             form = "FILE.py:CLASS or package.module.CLASS" if option == "path" else "FILE.py:FUNCTION"
             yield f"environment.{option}={name!r} must be {form}: correct it"

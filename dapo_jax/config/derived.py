@@ -1,6 +1,7 @@
 """Host: values derived from several options."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 from dapo_jax.config.places import copy_of, is_address, place_of
@@ -14,6 +15,7 @@ from dapo_jax.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
+from dapo_jax.errors import InputError
 
 
 def gen_batch_size(data: DataConfig) -> int:
@@ -49,6 +51,27 @@ def segment_steps(data: DataConfig, rollout: RolloutConfig) -> int:
     """Training steps that the longest response takes with rollout.segment_length; 0 without."""
     length = rollout.segment_length
     return -(-data.max_response_length // length) if length else 0
+
+
+def environment_classes(path: str) -> dict[str, str]:
+    """The classes of environment.path by the names that rows have in their column `environment`; {"": path} for one.
+
+    Raises:
+        InputError: the text of several is no JSON object of names and classes.
+    """
+    if not path.startswith("{"):
+        return {"": path}
+    try:
+        found = json.loads(path)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and found and all(isinstance(one, str) and one for one in found.values()):
+        if all(name.isidentifier() for name in found):
+            return found
+    raise InputError(
+        f"environment.path={path[:200]} must be a class, or a JSON object of classes by names of letters, digits and "
+        '_, such as {"lake": "lake.py:Lake", "desk": "desk.py:Desk"}: correct it'
+    )
 
 
 def uses_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:

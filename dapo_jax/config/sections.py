@@ -281,9 +281,9 @@ class RewardConfig:
 class EnvironmentConfig:
     """What answers the policy's turns in episodes of several (docs/environments.md)."""
 
-    path: str = ""  # a class, FILE.py:CLASS or package.module.CLASS; "" = none, so that a response is one turn
+    path: str = ""  # a class, FILE.py:CLASS or MODULE.CLASS, or {"NAME": CLASS, ...}; "" = a response is one turn
     tools: tuple[str, ...] = ()  # functions without state that the policy may call, each FILE.py:FUNCTION
-    arguments: str = "{}"  # of the class's constructor: dict or JSON object
+    arguments: str = "{}"  # of the class's constructor, by NAME if there are several: dict or JSON object
     max_turns: Positive[int] = 8  # of the policy, after which an episode ends
     max_observation_length: Positive[int] = 512  # tokens of a message of the environment; longer ones are cut
     observation_truncation: ObservationTruncation = "right"  # left | right | middle (which part is cut)

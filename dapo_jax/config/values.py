@@ -34,11 +34,16 @@ PATHS = (  # of files and directories, or gs:// addresses
 
 
 class Section(ConfigDict):
-    """A section of the config. A function assigned to a key is stored by name, one text for several as a tuple."""
+    """A section of the config.
+
+    A function assigned to a key is stored by name, one text for several as a tuple, an object for a text as its JSON.
+    """
 
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(value, FieldReference) and callable(value):
             value = name_of(value)
+        if isinstance(value, dict) and key in self and self.get_type(key) is str:
+            value = json.dumps(value, default=_named)
         if isinstance(value, str) and isinstance(self.get(key), tuple):
             value = (value,)  # as on the command line
         super().__setitem__(key, value)
@@ -117,9 +122,26 @@ def _freeze_value(key: str, value: Any) -> Any:
             value = json.dumps(plain, default=_named)
         except (TypeError, ValueError) as error:
             raise InputError(f"{key}={value!r} must hold only JSON values ({error}): correct it") from error
+    if key in (*FUNCTIONS, "reward.functions") and isinstance(value, str) and value.startswith("{"):
+        return _with_whole_paths(value)
     if key in FUNCTIONS and isinstance(value, str | tuple):
         return absolute(value) if isinstance(value, str) else tuple(map(absolute, value))
     return without_tilde(value) if key in PATHS else value
+
+
+def _with_whole_paths(text: str) -> str:
+    """The JSON of several functions by name, with the whole path of each one's file; any other text as it is."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: whole(part) for name, part in value.items()}
+        return absolute(value) if isinstance(value, str) else value
+
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # which its reader refuses
+    return text if whole(found) == found else json.dumps(whole(found))
 
 
 def _named(value: Any) -> str:

@@ -18,6 +18,7 @@ class PromptRow:
     origin: str = field(default="a generated row", compare=False)  # file and row, for messages
     template_kwargs: dict = field(default_factory=dict)  # more variables for the chat template, such as tools
     file: int = field(default=0, compare=False)  # its place in data.train_files
+    task: str = field(default="", compare=False)  # names its metrics instead of data_source
 
     @property
     def columns(self) -> dict:

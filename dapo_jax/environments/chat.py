@@ -6,7 +6,7 @@ template goes on after a turn of the assistant. That works for templates which w
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dapo_jax.config.sections import DataConfig, EnvironmentConfig
@@ -103,13 +103,3 @@ class Chat:
         arguments = json.loads(self.data.chat_template_kwargs) | ({"tools": list(self.tools)} if self.tools else {})
         chat = Conversation(messages, self.tokenizer.special_tokens, arguments)
         return render(self.tokenizer.chat_template or "", [chat])[0]
-
-
-def told_of_tools(rows: Sequence[PromptRow], tools: Sequence[Mapping[str, Any]]) -> list[PromptRow]:
-    """The rows with the tools in the variables of their chat template, but for prompts of plain text."""
-    return [
-        row
-        if isinstance(row.prompt, str) or not tools
-        else replace(row, template_kwargs={"tools": list(tools), **row.template_kwargs})
-        for row in rows
-    ]

@@ -1,17 +1,19 @@
 """Host: what an episode is given, what it has earned, and the trial of an environment before a run."""
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.environments.pool import EnvironmentPool, Play
-from dapo_jax.environments.protocol import Fault, Reply
+from dapo_jax.environments.protocol import Description, Fault, Reply
 from dapo_jax.errors import InputError
 
 SALT = 0x656E76  # keeps the seeds of environments apart from other draws
 TRUTHS = ("ground_truth", "answer", "solution")  # columns that users of TRL name so, unless they exist
+COLUMN = "environment"  # of a row: which of several
 TRIAL = "A first try."
 
 
@@ -23,6 +25,32 @@ def seed_of(seed: int, number: int) -> int:
 def columns_of(row: PromptRow) -> dict[str, Any]:
     """What `reset` gets of a row, by name."""
     return dict.fromkeys(TRUTHS, row.ground_truth) | {"data_source": row.data_source} | row.columns
+
+
+def name_of(row: PromptRow, names: Collection[str]) -> str:
+    """The name of a row's environment; "" if there is one alone. InputError if it has none of the names."""
+    if "" in names:
+        return ""
+    if (found := row.columns.get(COLUMN)) in names:
+        return str(found)
+    raise InputError(
+        f"{row.origin} must name one of {', '.join(names)} of environment.path in its column {COLUMN}, not {found!r}: "
+        "correct the row, or add the environment"
+    )
+
+
+def told(rows: Iterable[PromptRow], descriptions: Mapping[str, Description]) -> list[PromptRow]:
+    """The rows with the name of their environment, if it has one, as that of their metrics, and with its tools.
+
+    Tools are variables of the chat template; prompts of plain text have none.
+    """
+    found = []
+    for row in rows:
+        name = name_of(row, descriptions)
+        tools = {} if isinstance(row.prompt, str) else {"tools": descriptions[name].tools}
+        kwargs = {**tools, **row.template_kwargs} if descriptions[name].tools else row.template_kwargs
+        found.append(replace(row, task=name, template_kwargs=kwargs))
+    return found
 
 
 @dataclass
@@ -56,19 +84,20 @@ class Earned:
 
 
 def try_on(pool: EnvironmentPool, row: PromptRow, seed: int) -> list[Reply]:
-    """Plays the start and one turn, twice with one seed: what was said.
+    """Plays the start and one turn of the row's environment, twice with one seed: what was said.
 
     Raises:
         InputError: it fails, or is not the same both times.
     """
-    plays: list[Play] = []
+    name, plays = name_of(row, pool.descriptions), list[Play]()
+    description = pool.descriptions[name]
     try:
         for _ in range(2):
-            play, first = pool.begin(seed, columns_of(row))
+            play, first = pool.begin(seed, columns_of(row), name)
             plays.append(play)
             first.result()
             pool.step(play, TRIAL).result()
-            if pool.description.tools and pool.description.rewards:
+            if description.tools and description.rewards:
                 pool.finish(play).result()
     except Fault as fault:
         raise InputError(

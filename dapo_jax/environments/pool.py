@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from dapo_jax.config.derived import environment_classes
 from dapo_jax.config.sections import EnvironmentConfig
 from dapo_jax.data.row_schema import plain
 from dapo_jax.environments.protocol import Description, Fault, Reply
@@ -37,6 +38,7 @@ class Play:
     number: int
     seed: int
     row: Mapping[str, Any]
+    name: str = ""  # of its environment
     actions: list[str] = field(default_factory=list)  # the policy's turns
     replies: list[Reply] = field(default_factory=list)  # to the start, and to each of them
 
@@ -63,17 +65,9 @@ class EnvironmentPool:
     """
 
     def __init__(self, settings: EnvironmentConfig, tool_format: str, *, env: Collection[str] = ()) -> None:
-        try:
-            arguments = json.loads(settings.arguments)
-        except ValueError as error:
-            arguments = error
-        if not isinstance(arguments, dict):
-            raise InputError(
-                f"environment.arguments={settings.arguments} must be a JSON object of the constructor's arguments, not "
-                f"{arguments}: correct it"
-            )
         self._settings = settings
-        specification = {"path": settings.path, "tools": settings.tools, "arguments": arguments}
+        classes = environment_classes(settings.path)
+        specification = {"classes": classes, "tools": settings.tools, "arguments": _arguments(settings, classes)}
         self._specification = json.dumps({**specification, "tool_format": tool_format})
         names = names_in(specification)
         self._what = " and ".join(f"{option}={name!r}" for option, name in names)
@@ -85,16 +79,16 @@ class EnvironmentPool:
         try:
             starts = [slot.thread.submit(self._worker, slot) for slot in self._slots]
             starts[0].result().wait_until_ready()
-            self.description: Description = self._slots[0].thread.submit(self._describe).result()
+            self.descriptions: dict[str, Description] = self._slots[0].thread.submit(self._describe).result()
         except BaseException:
             self.close()
             raise
 
-    def begin(self, seed: int, row: Mapping[str, Any]) -> tuple[Play, Future[Reply]]:
-        """Starts an episode; the reply to its start."""
+    def begin(self, seed: int, row: Mapping[str, Any], name: str = "") -> tuple[Play, Future[Reply]]:
+        """Starts an episode of the environment with this name; the reply to its start."""
         with self._counting:
             number, self._number = self._number, self._number + 1
-        play = Play(number, seed, row)
+        play = Play(number, seed, row, name)
         return play, self._ask(play)
 
     def step(self, play: Play, text: str) -> Future[Reply]:
@@ -170,6 +164,7 @@ class EnvironmentPool:
         calls = 1 if play.number in slot.held else known + 1
         request = {
             "episode": play.number,
+            "name": play.name,
             "seed": play.seed,
             "row": play.row,
             "actions": actions,
@@ -211,9 +206,9 @@ class EnvironmentPool:
         except (ValueError, RecursionError) as error:
             raise Fault(f"the process of {self._what} sent an invalid answer") from error
 
-    def _describe(self) -> Description:
+    def _describe(self) -> dict[str, Description]:
         found = self._exchanged(self._slots[0], {"episode": None}, 1)
-        return Description(list(found["tools"]), bool(found["rewards"]))
+        return {name: Description(list(one["tools"]), bool(one["rewards"])) for name, one in found.items()}
 
     def _worker(self, slot: _Slot) -> Worker:
         """The slot's process, a new one if it has none."""
@@ -234,6 +229,22 @@ class EnvironmentPool:
     def _count(self, **counts: float) -> None:
         with self._counting:
             self._counts.update(counts)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def _arguments(settings: EnvironmentConfig, names: Collection[str]) -> dict[str, Any]:
+    """The arguments of each constructor, by the names of the environments."""
+    try:
+        given = json.loads(settings.arguments)
+    except ValueError as error:
+        given = error
+    several = "" not in names
+    found = ({name: {} for name in names} | given) if several and isinstance(given, dict) else {"": given}
+    if found.keys() != {*names} or not all(isinstance(one, dict) for one in found.values()):
+        of = f"such objects by the names {', '.join(names)}" if several else "the constructor's arguments"
+        raise InputError(
+            f"environment.arguments={settings.arguments} must be a JSON object of {of}, not {given}: correct it"
+        )
+    return found
 
 
 def _reply(found: Any) -> Reply:

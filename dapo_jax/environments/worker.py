@@ -51,24 +51,24 @@ class Held:
 
 
 class Server:
-    """Answers requests about the episodes of an environment."""
+    """Answers requests about the episodes of environments, which have names."""
 
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
+    def __init__(self, environments: Mapping[str, Environment]) -> None:
+        self.environments = environments
         self.held: dict[int, Held] = {}
 
     def answer(self, message: bytes) -> dict[str, Any]:
-        """What the pool is sent: the description, the newest replies of an episode, or an error."""
+        """What the pool is sent: the descriptions, the newest replies of an episode, or an error."""
         request = json.loads(message)
         for number in request["ended"]:
             self.held.pop(number, None)
         if request["episode"] is None:
-            return dataclasses.asdict(self.environment.description)
+            return {name: dataclasses.asdict(one.description) for name, one in self.environments.items()}
         number, actions, finish = request["episode"], request["actions"], request["finish"]
         wanted = 1 + len(actions) + finish
         held = self.held.pop(number, None)
         if held is None or held.played != wanted - 1:
-            held = Held(self.environment, request["seed"], request["row"])
+            held = Held(self.environments[request["name"]], request["seed"], request["row"])
         try:
             replies = [held.play(actions, finish) for _ in range(wanted - held.played)]
         except BaseException as error:  # including SystemExit: the next episode may be fine
@@ -82,9 +82,9 @@ def main() -> None:
     descriptor, memory_limit_mb, text = sys.argv[1:]
     connection, reply = connected(int(descriptor), int(memory_limit_mb))
     try:
-        environment, error = loaded(json.loads(text), connection)
+        environments, error = loaded(json.loads(text), connection)
         reply(json.dumps(error).encode())
-        server = None if environment is None else Server(environment)
+        server = Server(environments) if error is None else None
         while server is not None:
             reply(json.dumps(server.answer(receive(connection))).encode())
     except (EOFError, ConnectionError):
@@ -93,12 +93,12 @@ def main() -> None:
 
 def names_in(specification: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a specification loads: the option and the name of each."""
-    path, tools = specification["path"], specification["tools"]
-    return [(PATH, path)] * bool(path) + [(TOOLS, tool) for tool in tools]
+    classes = filter(None, specification["classes"].values())
+    return [*((PATH, path) for path in classes), *((TOOLS, tool) for tool in specification["tools"])]
 
 
-def loaded(specification: Mapping[str, Any], connection: socket.socket) -> tuple[Environment | None, str | None]:
-    """The environment, or why there is none. Those of a session arrive over the connection first."""
+def loaded(specification: Mapping[str, Any], connection: socket.socket) -> tuple[dict[str, Environment], str | None]:
+    """The environments by name, or why there are none. Classes of a session arrive over the connection first."""
     sent: dict[str, Any] = {}
     pickles = [(one, [receive(connection) for _ in of_session(one)]) for _, one in names_in(specification)]
 
@@ -109,16 +109,16 @@ def loaded(specification: Mapping[str, Any], connection: socket.socket) -> tuple
     try:
         for name, parts_of in pickles:
             sent |= received(name, parts_of)
-        parts = [(option, found(option, name)) for option, name in names_in(specification)]
-        make = next((part for option, part in parts if option == PATH), None)
-        tools = [part for option, part in parts if option == TOOLS]
-        given = f"{PATH}={specification['path']!r}" if make else f"{TOOLS}={tuple(specification['tools'])}"
-        options = {"arguments": specification["arguments"], "tool_format": specification["tool_format"]}
-        return Environment(given, make, tools, **options), None
+        tools, environments = [found(TOOLS, name) for name in specification["tools"]], {}
+        for name, path in specification["classes"].items():
+            given = f"{PATH}={path!r}" if path else f"{TOOLS}={tuple(specification['tools'])}"
+            options = {"arguments": specification["arguments"][name], "tool_format": specification["tool_format"]}
+            environments[name] = Environment(given, found(PATH, path) if path else None, tools, **options)
+        return environments, None
     except ValueError as error:
-        return None, str(error)
+        return {}, str(error)
     except BaseException as error:
-        return None, f"the environment must load, but raised {error_text(error, *WHAT)}: correct its module"
+        return {}, f"the environment must load, but raised {error_text(error, *WHAT)}: correct its module"
 
 
 if __name__ == "__main__":

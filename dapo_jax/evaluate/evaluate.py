@@ -50,6 +50,7 @@ from dapo_jax.run.parts import build_held_out, describe, open_rewards, open_samp
 from dapo_jax.run.passes import compute_dtype
 from dapo_jax.run.problems import Problems, TaskSet
 from dapo_jax.run.settings import engine_settings
+from dapo_jax.training.sample_texts import turns_of
 
 OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
@@ -224,6 +225,7 @@ def _writer(tokenizer: Tokenizer, output: Path, known: dict[str, Any]) -> Receiv
                         "sample": sample,
                         "prompt": prompt,
                         "response": response,
+                        **turns_of(experience, (group, sample), tokenizer),
                         "ground_truth": row.ground_truth,
                         "answer": experience.answers[group][sample],
                         "scores": {name: value for name, value in scores.items() if not np.isnan(value)},

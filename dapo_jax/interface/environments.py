@@ -1,16 +1,20 @@
 """Host: Python classes and functions as the environment and the tools of a run."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from dapo_jax.config.own_functions import name_of
 from dapo_jax.config.sections import Config, EnvironmentConfig
 from dapo_jax.config.values import with_values
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.environments.episodes import TRUTHS
 from dapo_jax.errors import InputError
+from dapo_jax.interface.samples import Prompt
 from dapo_jax.rewards.session import keep
 
-Environment = type | str
+Environment = type | str | Mapping[str, type | str]
 Tool = Callable[..., Any] | str
 
 
@@ -22,7 +26,11 @@ def with_environment(config: Config, environment: Environment | None, tools: Seq
     """
     values: dict[str, Any] = {}
     if environment is not None:
-        values["environment.path"] = _named("environment", environment)
+        values["environment.path"] = (
+            json.dumps({name: _named("environment", one) for name, one in environment.items()})
+            if isinstance(environment, Mapping)
+            else _named("environment", environment)
+        )
         if tools is None and config.environment.path != values["environment.path"]:
             values["environment.tools"] = EnvironmentConfig.tools
     if tools is not None:
@@ -30,6 +38,29 @@ def with_environment(config: Config, environment: Environment | None, tools: Seq
             raise InputError(f"tools must be a list of functions, not {tools!r:.80}: put it in a list")
         values["environment.tools"] = tuple(_named("tools", tool) for tool in tools)
     return with_values(config, values) if values else config
+
+
+def beginnings(prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]] | None, *, plays: bool) -> list[PromptRow]:
+    """Prompts as the rows of a file, with these further columns.
+
+    Args:
+        plays: whether an environment is there to read the columns.
+    """
+    if rows is not None and not (plays and len(rows) == len(prompts)):
+        raise InputError(
+            f"rows has {len(rows)} dicts of columns, which must be one for each of {len(prompts)} prompts and go with "
+            "an environment: correct it, or leave it out"
+        )
+    return [
+        PromptRow(
+            prompt if isinstance(prompt, str) else tuple(prompt),
+            str(columns.get("data_source", "")),
+            next((columns[name] for name in TRUTHS if name in columns), None),
+            dict(columns),
+            f"prompt {number}",
+        )
+        for number, (prompt, columns) in enumerate(zip(prompts, rows or [{}] * len(prompts), strict=True))
+    ]
 
 
 def _named(option: str, given: Any) -> str:

@@ -1,7 +1,7 @@
 """Host: a policy for loops of your own: it samples, computes log-probabilities, and learns from rewards."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -18,11 +18,11 @@ from dapo_jax.config.values import with_values
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
-from dapo_jax.environments.chat import told_of_tools
+from dapo_jax.environments.episodes import told
 from dapo_jax.errors import InputError
 from dapo_jax.export.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
-from dapo_jax.interface.environments import Environment, Tool, with_environment
+from dapo_jax.interface.environments import Environment, Tool, beginnings, with_environment
 from dapo_jax.interface.samples import Prompt, Samples, comparing_groups, given_advantages
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
 from dapo_jax.learner.learner import update
@@ -98,6 +98,7 @@ class Policy:
         max_tokens: int | None = None,
         environment: Environment | None = None,
         tools: Sequence[Tool] | None = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> Samples:
         """Samples responses, or with an environment episodes.
 
@@ -109,6 +110,7 @@ class Policy:
             max_tokens: of a response, at most config.data.max_response_length, the default.
             environment, tools: as in `train`; the options config.environment apply. Responses are then whole chats, and
                 `Samples.scores` has what the environment gives.
+            rows: of each prompt the columns that the environment's `reset` is given.
 
         Raises:
             RuntimeError: the environment fails in all episodes.
@@ -126,6 +128,7 @@ class Policy:
             raise InputError(
                 f"max_tokens={max_tokens} does not go with an environment: leave it out, or set environment.max_turns"
             )
+        given = beginnings(prompts, rows, plays=plays)
         tokens = self._tokenize(prompts)
         sampling = Sampling.create(
             temperature,
@@ -140,13 +143,13 @@ class Policy:
             if plays:
                 config = dataclasses.replace(self.config, environment=self._environment)
                 config = with_environment(config, environment, tools)
-                groups = self._episodes(config, weights, prompts, numbers, n, sampling)
+                groups = self._episodes(config, weights, given, numbers, n, sampling)
                 return Samples(list(prompts), groups, temperature)
             request = self._sampler.request(weights, n, TRAIN, sampling)
             limits = None if max_tokens is None else np.full(len(tokens) * n, max_tokens)
             rollout = self._sampler.engine.generate(tokens, numbers, request, limits=limits)
-        rows = zip(rollout.responses, rollout.mask, strict=True)
-        texts = [self.tokenizer.decode(row[kept].tolist()) for row, kept in rows]
+        responses = zip(rollout.responses, rollout.mask, strict=True)
+        texts = [self.tokenizer.decode(tokens[kept].tolist()) for tokens, kept in responses]
         groups = groups_of(rollout, tokens, list(numbers), list(numbers), texts, self.steps)
         return Samples(list(prompts), groups, temperature)
 
@@ -154,20 +157,17 @@ class Policy:
         self,
         config: Config,
         weights: Any,
-        prompts: Sequence[Prompt],
+        rows: Sequence[PromptRow],
         numbers: Sequence[int],
         n: int,
         sampling: Sampling,
     ) -> Experience:
-        """Episodes that begin with these prompts, n to each; row k is that of prompt k."""
+        """Episodes that begin with these rows, n to each."""
         with open_environments(config, self.tokenizer) as environments:
             assert environments is not None
-            given = [
-                PromptRow(prompt if isinstance(prompt, str) else tuple(prompt), "", None, {}) for prompt in prompts
-            ]
-            rows = told_of_tools(given, environments.pool.description.tools)
+            rows = told(rows, environments.pool.descriptions)
             kwargs = [row.template_kwargs for row in rows]
-            tokens = self.tokenizer.encode_prompts(prompts, config.data, template_kwargs=kwargs)
+            tokens = self.tokenizer.encode_prompts([row.prompt for row in rows], config.data, template_kwargs=kwargs)
             sampler = dataclasses.replace(self._sampler, environments=environments)
             request = sampler.request(weights, n, TRAIN, sampling)
 

@@ -90,7 +90,8 @@ def train(
             time and memory: one that no module has, such as a lambda or one of a notebook, is sent there with what it
             uses.
         environment: a class whose instances answer the policy's turns, or its name (docs/environments.md): with `reset`
-            and `step`, or with `reset` and public methods that the policy calls as tools.
+            and `step`, or with `reset` and public methods that the policy calls as tools. Or several by the names that
+            rows have in their column `environment`.
         tools: functions that it calls, without state; `reward` reads the whole chat unless the environment gives
             rewards.
         data: rows to train on, instead of the config's: dicts of columns, a DataFrame or a datasets.Dataset, which are

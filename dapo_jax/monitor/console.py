@@ -24,6 +24,7 @@ _COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
         [("train/num_kept_prompts", 4, 0), ("dynamic_sampling/num_evaluated_prompts", 4, 0)],
     ),
     "len": ("len {}", [("response_length/mean", 5, 1)]),
+    "turns": ("turns {}", [("rollout/num_turns/mean", 4, 2)]),
     "entropy": ("entropy {}", [("actor/entropy", 5, 3)]),
     "grad": ("grad {}", [("actor/grad_norm", 5, 3)]),
     "clip": ("clip {}", [("actor/pg_clipfrac", 5, 3)]),
@@ -72,7 +73,7 @@ class Console:
         mode: steps, detailed: a bar, a line per step and a table. quiet: only the table. json: no bar, each step's
             metrics as a JSON object on one line, and at the end {"summary": {name: value}}.
         constant: columns to leave out because they never change in this run: "kept" without a filter, "clip" with one
-            update per step.
+            update per step, "turns" without an environment.
     """
 
     def __init__(

@@ -31,13 +31,22 @@ def visible(text: str) -> str:
 def markdown_table(samples: Sequence[Mapping[str, Any]]) -> str:
     """A row per sample: its kind and task, prompt, response, right answer and score; held-out, best and worst first.
 
+    In an episode of several turns, what the policy wrote is bold.
     Whatever a policy writes is shown as it is: it cannot end a cell, and is neither Markdown nor HTML.
     """
     rows = [["kind", *_COLUMNS], ["---"] * (1 + len(_COLUMNS))]
     for sample in sorted(samples, key=lambda sample: (*_KINDS, sample.get("kind")).index(sample.get("kind"))):
         kind = ", ".join(str(sample[key]) for key in ("kind", "task") if key in sample)
-        rows.append([_cell(kind), *(_cell(sample.get(key, "")) for key in _COLUMNS.values())])
+        cells = {column: _cell(sample.get(key, "")) for column, key in _COLUMNS.items()}
+        if turns := sample.get("turns"):
+            cells["response"] = "".join(_turn(turn) for turn in turns)
+        rows.append([_cell(kind), *cells.values()])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _turn(turn: Mapping[str, str]) -> str:
+    text = _cell(turn["text"])
+    return f"<strong>{text}</strong>" if turn["by"] == "policy" else f"<br>{text}<br>"
 
 
 def _cell(value: Any) -> str:

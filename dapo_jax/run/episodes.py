@@ -7,7 +7,7 @@ long that takes.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,25 +41,32 @@ ENDS = ("done", "max_turns", "length", "fault")
 
 @dataclass
 class Environments:
-    """The environment of a run.
+    """The environments of a run.
 
     Args:
+        chats: of each environment, by its name.
         seed: of the run.
         check: called while waiting for environments; may raise.
     """
 
     pool: EnvironmentPool
-    chat: Chat
+    chats: Mapping[str, Chat]
     seed: int
     max_prompt_length: int
     check: Callable[[], None] = lambda: None
-    speaks_first: bool = True  # False: its `reset` has said nothing in the trial, and must not for any row
+    # By name, once tried; False: its `reset` has said nothing in the trial, and must not for any row.
+    speaks_first: dict[str, bool] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # since `take_metrics`
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether the environment gives rewards; if not, reward functions read the whole chat."""
-        return self.pool.description.rewards
+        """Whether the environments give rewards; if not, reward functions read the whole chat."""
+        return all(one.rewards for one in self.pool.descriptions.values())
+
+    @property
+    def may_speak_first(self) -> bool:
+        """Whether an environment may add to prompts."""
+        return any(self.speaks_first.get(name, True) for name in self.chats)
 
     def take_metrics(self) -> dict[str, float]:
         """`environment/` metrics since the last call."""
@@ -113,9 +120,15 @@ def open_environments(
     auto = settings.tool_format == "auto"
     tool_format = format_of(tokenizer.chat_template) if auto else settings.tool_format
     with EnvironmentPool(settings, tool_format, env=config.reward.env) as pool:
-        chat = Chat(tokenizer, config.data, settings, pool.description.tools)
-        chat.check()
-        yield Environments(pool, chat, config.seed, config.data.max_prompt_length, check)
+        giving = [name for name, one in pool.descriptions.items() if one.rewards]
+        if len(giving) not in (0, len(pool.descriptions)):
+            raise InputError(
+                f"environment.path={settings.path}: only {', '.join(giving)} give rewards: add get_reward to the others"
+            )
+        chats = {name: Chat(tokenizer, config.data, settings, one.tools) for name, one in pool.descriptions.items()}
+        for chat in chats.values():
+            chat.check()
+        yield Environments(pool, chats, config.seed, config.data.max_prompt_length, check)
 
 
 class Episodes:
@@ -139,12 +152,13 @@ class Episodes:
     ) -> None:
         self._of, self._verification, self.num_samples = environments, verification, verification.num_samples
         begun = [
-            environments.pool.begin(seed_of(environments.seed, number), columns_of(row))
+            environments.pool.begin(seed_of(environments.seed, number), columns_of(row), row.task)
             for number, row in zip(numbers, rows, strict=True)
             for _ in range(self.num_samples)
         ]
         self._plays: list[Play] = [play for play, _ in begun]
-        self._earned = [Earned(environments.chat.settings.reward == "sum") for _ in begun]
+        self._chats = [environments.chats[play.name] for play in self._plays]
+        self._earned = [Earned(chat.settings.reward == "sum") for chat in self._chats]
         self._faults: dict[int, str] = {}  # by group
         self._ended_by: dict[int, str] = {}  # by row
         self._asked: dict[int, Future[Reply]] = {}  # by row that waits
@@ -152,7 +166,8 @@ class Episodes:
         self._turn_starts = [0] * len(begun)
         self._given = [0] * len(begun)  # tokens of the environment
         first = self._first([reply for _, reply in begun])
-        self.prompts = [self._prompt(*one) for one in zip(rows, tokens, first, strict=True)]
+        chats = self._chats[:: self.num_samples]
+        self.prompts = [self._prompt(*one) for one in zip(chats, rows, tokens, first, strict=True)]
 
     @property
     def texts(self) -> list[str]:
@@ -171,17 +186,18 @@ class Episodes:
                 self._end(pending, row, "fault")
             else:
                 turn = pending.tokens(row)[self._turn_starts[row] :]
-                self._asked[row] = self._of.pool.step(self._plays[row], self._of.chat.text_of(turn))
+                self._asked[row] = self._of.pool.step(self._plays[row], self._chats[row].text_of(turn))
 
     def begin(self, ended: np.ndarray, rollout: Rollout) -> None:
         """As `Verification.begin`. A last turn that has filled the length of its episode is answered as well."""
         self._verification.begin(ended, rollout)
-        pool, description = self._of.pool, self._of.pool.description
+        pool = self._of.pool
         for row in ended.tolist():
             if row not in self._ended_by:
                 self._ended_by[row] = "length"
                 turn = rollout.responses[row][rollout.mask[row]].tolist()[self._turn_starts[row] :]
-                self._last[row] = [pool.step(self._plays[row], self._of.chat.text_of(turn))]
+                self._last[row] = [pool.step(self._plays[row], self._chats[row].text_of(turn))]
+            description = pool.descriptions[self._plays[row].name]
             if description.tools and description.rewards and self._ended_by[row] != "fault":
                 self._last.setdefault(row, []).append(pool.finish(self._plays[row]))
 
@@ -229,15 +245,15 @@ class Episodes:
                 found[group] = said
         return found
 
-    def _prompt(self, row: PromptRow, tokens: list[int], first: Reply) -> list[int]:
+    def _prompt(self, chat: Chat, row: PromptRow, tokens: list[int], first: Reply) -> list[int]:
         if not first.messages:
             return tokens
-        if not self._of.speaks_first:
+        if not self._of.speaks_first.get(row.task, True):
             raise InputError(
                 f"the environment says something at the start for {row.origin}, but said nothing for the first row: "
                 "let reset return an observation for all rows or for none"
             )
-        tokens, most = self._of.chat.prompt(row, first.messages), self._of.max_prompt_length
+        tokens, most = chat.prompt(row, first.messages), self._of.max_prompt_length
         if len(tokens) > most:
             raise InputError(
                 f"the prompt of {row.origin} has {len(tokens)} tokens with what the environment says first, more than "
@@ -247,7 +263,7 @@ class Episodes:
 
     def _answer(self, pending: Pending, row: int, answer: Future[Reply]) -> None:
         """Continues an episode after what the environment has said, or ends it."""
-        chat = self._of.chat
+        chat = self._chats[row]
         with self._faulty(row):
             reply = self._result(answer)
             self._take(row, reply)

@@ -122,17 +122,18 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
 def read_episodes(
     config: Config, tokenizer: Tokenizer, environments: Environments | None, *, training: bool = True
 ) -> tuple[Config, Problems]:
-    """The problems, each the beginning of an episode if there is an environment, which is tried on the first of them.
+    """The problems, each the beginning of an episode if there is an environment, which is tried on its first row.
 
     The config has no reward function where the environment gives rewards.
     """
     if environments is None:
         return config, read_problems(config, tokenizer, training=training)
     config = environments.without_reward_function(config)
-    tools = environments.pool.description.tools
-    problems = read_problems(config, tokenizer, training=training, tools=tools)
-    for row in [rows[0] for rows, _ in problems.by_function() if rows][:1]:
-        environments.speaks_first = bool(try_on(environments.pool, row, config.seed)[0].messages)
+    problems = read_problems(config, tokenizer, training=training, environments=environments.pool.descriptions)
+    for rows, _ in problems.by_function():
+        for row in rows:
+            if row.task not in environments.speaks_first:
+                environments.speaks_first[row.task] = bool(try_on(environments.pool, row, config.seed)[0].messages)
     return config, problems
 
 
@@ -143,6 +144,7 @@ def open_monitor(config: Config, *, initial_step: int) -> Iterator[Monitor]:
     varies = {
         "clip": updates > 1 or trains_on_older_samples(config.algorithm, config.trainer),
         "kept": config.algorithm.filter_groups.enable,
+        "turns": bool(config.environment.path or config.environment.tools),
     }
     console = Console(
         config.trainer.total_training_steps,

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -18,7 +18,8 @@ from dapo_jax.data.prompts import PromptOrder, PromptSet, tokenize_prompts
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow, prompt_identity
 from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.environments.chat import told_of_tools
+from dapo_jax.environments.episodes import told
+from dapo_jax.environments.protocol import Description
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import check_agreement
 from dapo_jax.rewards.verifiers import verifier_for
@@ -42,7 +43,7 @@ class TaskSet:
         """
         names: dict[str, dict[tuple[str, str], list[int]]] = {}
         for index, row in enumerate(self.prompts.rows):
-            problems = names.setdefault(self.options.name or row.data_source, {})
+            problems = names.setdefault(self.options.name or row.task or row.data_source, {})
             problems.setdefault(row.identity, []).append(index)
         return [(name, list(names[name].values())) for name in sorted(names)]
 
@@ -74,12 +75,16 @@ class Problems:
 
 
 def read_problems(
-    config: Config, tokenizer: Tokenizer, *, training: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    config: Config,
+    tokenizer: Tokenizer,
+    *,
+    training: bool = True,
+    environments: Mapping[str, Description] = MappingProxyType({"": Description()}),
 ) -> Problems:
     """The tokenized problems to train on (none without `training`) and the task sets to evaluate on.
 
     Args:
-        tools: schemas that the chat template of all prompts is given.
+        environments: those that rows may name.
     """
     data, function = config.data, given_function(config.reward)
     held_out = held_out_options(data, config.evaluate, config.reward)
@@ -87,10 +92,10 @@ def read_problems(
     if function == "auto" and data.task == "reasoning_gym":
         function = "reasoning_gym"  # whatever other problems have
     train_rows, eval_rows = _read_rows(data, held_out, config.seed, training=training)
-    train_rows = told_of_tools(train_rows, tools)
+    train_rows = told(train_rows, environments)
     sets = {dataclasses.replace(held_out, reward_function=function): eval_rows}
     sets |= {task: task.read() for task in tasks}
-    sets = {task: told_of_tools(rows, tools) for task, rows in sets.items()}
+    sets = {task: told(rows, environments) for task, rows in sets.items()}
     sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
     auto = _stands_for_auto([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
 

@@ -54,7 +54,7 @@ class Sampler:
 
     def prompt_lengths(self, lengths: np.ndarray) -> np.ndarray:
         """Tokens of prompts, at most: an environment may add to them."""
-        if self.environments is None or not self.environments.speaks_first:
+        if self.environments is None or not self.environments.may_speak_first:
             return lengths
         return np.full(len(lengths), self.environments.max_prompt_length)
 

@@ -19,8 +19,8 @@ from dapo_jax.command.help import command_parser
 from dapo_jax.config.sections import DataConfig, EnvironmentConfig
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer, piece_tokenizer
-from dapo_jax.environments.chat import Chat, told_of_tools
-from dapo_jax.environments.episodes import Earned, columns_of, try_on
+from dapo_jax.environments.chat import Chat
+from dapo_jax.environments.episodes import Earned, columns_of, told, try_on
 from dapo_jax.environments.pool import EnvironmentPool
 from dapo_jax.environments.protocol import Fault, Reply
 from dapo_jax.environments.tool_formats import format_of
@@ -89,11 +89,12 @@ def played(settings: EnvironmentConfig, model: str, row: PromptRow, seed: int) -
     tokenizer = load_tokenizer(model_at(model, weights=False)) if model else characters()
     random_text, lines, earned = random.Random(seed), list[str](), Earned(settings.reward == "sum")
     with EnvironmentPool(settings, format_of(tokenizer.chat_template)) as pool:
-        tools = pool.description.tools
+        description = pool.descriptions[""]
+        tools = description.tools
         chat = Chat(tokenizer, DataConfig(), settings, tools)
         chat.check()
         try_on(pool, row, seed)
-        (row,) = told_of_tools([row], tools)
+        (row,) = told([row], pool.descriptions)
         try:
             play, first = pool.begin(seed, columns_of(row))
             lines += shown("prompt", chat.prompt(row, first.result().messages), tokenizer)
@@ -106,13 +107,13 @@ def played(settings: EnvironmentConfig, model: str, row: PromptRow, seed: int) -
                     break
                 said, _ = chat.cut(reply.messages)
                 lines += [*shown("environment", chat.continuation(said, ended=True), tokenizer), _numbers(reply)]
-            if tools and pool.description.rewards:
+            if tools and description.rewards:
                 earned.take(pool.finish(play).result())
         except Fault as fault:
             raise InputError(f"the environment failed: {fault}: correct it") from fault
         how = "done" if reply.done else "after environment.max_turns"
         rewards = ", ".join(f"{name} {value:g}" for name, value in earned.verdict.items())
-        return [*lines, f"ended {how}: {rewards}" if pool.description.rewards else f"ended {how}: no reward of its own"]
+        return [*lines, f"ended {how}: {rewards}" if description.rewards else f"ended {how}: no reward of its own"]
 
 
 def shown(writer: str, tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:

@@ -25,18 +25,17 @@ from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
 from dapo_jax.run.passes import compute_dtype
+from dapo_jax.run.problems import Problems
 from dapo_jax.run.segments import Segments
 
 
-def collect(accepted: Accepted, data: DataConfig, order: PromptOrder) -> Collected:
-    """The groups to train on, with the metrics of all that were sampled for them.
-
-    Args:
-        order: of the training problems.
-    """
+def collect(accepted: Accepted, data: DataConfig, problems: Problems) -> Collected:
+    """The groups to train on, with the metrics of all that were sampled for them."""
+    order = problems.order
     metrics = sampling_metrics(accepted) | experience_metrics(accepted, data, order)
     metrics |= curriculum_metrics(data.curriculum, accepted.state.history)
     metrics |= mixture_metrics(accepted, data, order)
+    metrics |= metrics_of_environments(accepted, [row.task for row in problems.train_set.rows])
     return Collected(
         accepted.experience,
         metrics,
@@ -71,17 +70,35 @@ def mixture_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder) ->
     """`mixture/` metrics of each file of data.mixture, over all groups that were sampled."""
     metrics: dict[str, float] = {}
     for file, name in enumerate(source_names(data.train_files) if data.mixture else ()):
-        mine = [(part, order.files(part.outcomes.rows) == file) for part in accepted.rounds]
-        found = {
-            name: [part.outcomes.score(name)[chosen].ravel() for part, chosen in mine] for name in ("acc", "score")
-        }
-        found["kept_share"] = [part.keep[chosen] for part, chosen in mine]
-        metrics[f"mixture/{name}/num_prompts"] = sum(map(len, found["kept_share"]))
+        metrics |= _part_metrics(f"mixture/{name}", accepted, order.files(np.arange(sum(order.sizes))) == file)
         metrics[f"mixture/{name}/epoch"] = order.counts(accepted.state.next_prompt)[file] / order.sizes[file]
-        for measure, parts in found.items():
-            values = np.concatenate([*parts, np.zeros(0)])
-            if (values := values[~np.isnan(values)]).size:
-                metrics[f"mixture/{name}/{measure}"] = float(np.mean(values))
+    return metrics
+
+
+def metrics_of_environments(accepted: Accepted, names: Sequence[str]) -> dict[str, float]:
+    """`environment/NAME/` metrics of each of several environments, over all groups that were sampled.
+
+    Args:
+        names: of the environment of each training problem; "" if there is one alone, or none.
+    """
+    of_rows, metrics = np.array(names), dict[str, float]()
+    for name in sorted({*names} - {""}):
+        metrics |= _part_metrics(f"environment/{name}", accepted, of_rows == name, "num_turns")
+    return metrics
+
+
+def _part_metrics(prefix: str, accepted: Accepted, chosen: np.ndarray, *further: str) -> dict[str, float]:
+    """Groups of the `chosen` training problems [N], the share of them that were kept, and means of their scores."""
+    mine = [(part, chosen[part.outcomes.rows]) for part in accepted.rounds]
+    found = {
+        name: [part.outcomes.score(name)[own].ravel() for part, own in mine] for name in ("acc", "score", *further)
+    }
+    found["kept_share"] = [part.keep[own] for part, own in mine]
+    metrics: dict[str, float] = {f"{prefix}/num_prompts": sum(map(len, found["kept_share"]))}
+    for measure, parts in found.items():
+        values = np.concatenate([*parts, np.zeros(0)])
+        if (values := values[~np.isnan(values)]).size:
+            metrics[f"{prefix}/{measure}"] = float(np.mean(values))
     return metrics
 
 

@@ -84,12 +84,28 @@ def held_out_texts(
 def _text(
     experience: Experience, place: tuple[int, int], rows: Sequence[PromptRow], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The response at `place`, (group, sample), with its prompt and scores."""
+    """The response at `place`, (group, sample), with its prompt and scores, and the turns of an episode."""
     group, sample = place
     return {
         "prompt": tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
         "response": experience.texts[group][sample],
+        **turns_of(experience, place, tokenizer),
         "ground_truth": rows[experience.rows[group]].truth_text,
         "length": int(experience.lengths[place]),
         **{name: float(values[place]) for name, values in experience.scores.items() if not np.isnan(values[place])},
+    }
+
+
+def turns_of(experience: Experience, place: tuple[int, int], tokenizer: Tokenizer) -> dict[str, list[dict[str, str]]]:
+    """{"turns": what the policy and the environment wrote, in order}; {} if no environment wrote anything."""
+    if experience.by_policy is None:
+        return {}
+    kept = experience.mask[place]
+    tokens, own = experience.responses[place][kept], experience.by_policy[place][kept]
+    starts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist()]
+    parts = zip(np.split(tokens, starts[1:]), own[starts].tolist(), strict=True) if len(tokens) else ()
+    return {
+        "turns": [
+            {"by": "policy" if own else "environment", "text": tokenizer.decode(part.tolist())} for part, own in parts
+        ]
     }

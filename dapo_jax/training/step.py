@@ -62,7 +62,7 @@ def sample_batch(
     if environments is not None:
         environments.take_metrics()  # of an evaluation
     accepted = sample_groups(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
-    sampled = collect(accepted, run.config.data, run.problems.order)
+    sampled = collect(accepted, run.config.data, run.problems)
     if run.config.algorithm.filter_groups.enable and sampled.experience is not None:
         filter_log.log_step(sampled.metrics)
     sampled.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dapo_jax.algorithms.named import ESTIMATOR, LOSS
 from dapo_jax.command.tasks import given_function
-from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.derived import checkpoint_dir, environment_classes
 from dapo_jax.config.sections import Config, TrainerConfig
 from dapo_jax.monitor.console import Value
 from dapo_jax.monitor.environment import write_environment
@@ -40,7 +40,8 @@ def open_records(
             functions |= {f"reward.functions.{part.name}": part.function for part in parse_parts(given)}
         else:
             functions["reward.function"] = given
-        functions["environment.path"] = config.environment.path
+        for name, path in environment_classes(config.environment.path).items():
+            functions["environment.path" + f".{name}" * bool(name)] = path
         functions |= {f"environment.tools.{index}": tool for index, tool in enumerate(config.environment.tools)}
         keep_files(config.workdir, functions, done=progress.step if progress else 0)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)

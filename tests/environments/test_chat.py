@@ -9,7 +9,9 @@ from dapo_jax.config.sections import DataConfig, EnvironmentConfig
 from dapo_jax.data.chat_template import Conversation, render
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer, piece_tokenizer
-from dapo_jax.environments.chat import Chat, told_of_tools
+from dapo_jax.environments.chat import Chat
+from dapo_jax.environments.episodes import told
+from dapo_jax.environments.protocol import Description
 from dapo_jax.errors import InputError
 from dapo_jax.tools import env_check
 
@@ -40,7 +42,7 @@ def test_the_tokens_of_a_whole_chat_are_those_of_its_template(template, tools):
     chat = chat_of(template, tools)
     chat.check()
     role, tokenizer = "tool" if tools else "user", chat.tokenizer
-    row = told_of_tools([PromptRow((USER,), "s", "t", {})], tools)[0]
+    row = told([PromptRow((USER,), "s", "t", {})], {"": Description(tools)})[0]
     between = chat.continuation(said("go on", role), ended=True)
     end = tokenizer.encode("<|im_end|>" if template != env_check.CHATML else "<eos>")
     found = [*chat.prompt(row, []), *tokenizer.encode("left"), *end, *between, *tokenizer.encode("left")]

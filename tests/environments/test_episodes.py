@@ -1,5 +1,6 @@
 """Episodes in whole runs of a random two-layer model: exact, whatever the environment's timing."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from environments.played import Sums
-from small_run import assert_same_policy, resumed, rows_without_clock, small_config
+from environments.played import Desk, Sums
+from small_run import assert_same_policy, resumed, rows_without_clock, small_config, sums
 
 import dapo_jax as dx
 from dapo_jax.command.validation import validate
@@ -143,6 +144,9 @@ def test_a_group_in_which_the_environment_fails_is_left_out_and_if_all_do_the_ru
         ({"environment.path": "Lake"}, "environment.path='Lake' must be FILE.py:CLASS"),
         ({"environment.tools": ("twice",)}, "environment.tools='twice' must be FILE.py:FUNCTION"),
         ({"environment.path": "", "environment.max_turns": 2}, "is not read without environment.path or"),
+        ({"environment.path": '{"a": "Lake"}'}, "environment.path='Lake' must be FILE.py:CLASS"),
+        ({"environment.path": '{"a b": "lake.py:Lake"}'}, "must be a class, or a JSON object of classes by names"),
+        ({"environment.path": "{"}, "must be a class, or a JSON object of classes by names"),
         ({"environment.path": "python:Gone"}, "environment.path='python:Gone' is a function of the Python session"),
     ],
 )
@@ -168,3 +172,49 @@ def test_train_takes_a_class_and_functions(tmp_path):
     assert result.config.environment.path == "python:Local" and result.records[-1]["environment/calls"] > 0
     with pytest.raises(InputError, match="tools must be a list of functions"):
         dx.train(config, tools=print)  # pyright: ignore[reportArgumentType]
+
+
+def of_environments(*names):
+    """Rows of these environments, in turn."""
+    return [
+        {**row, "environment": name, "hint": name} for row, name in zip(sums(*range(len(names))), names, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_rows_name_one_of_several_environments_each_with_metrics_of_its_own(tmp_path):
+    both, changes = {"sums": Sums, "desk": Desk}, {**STEPS, "trainer.test_freq": 2}
+    arguments = {"environment.arguments": json.dumps({"sums": {"turns": 2}}), "data.task": "files"}
+    config = config_of(tmp_path, **{**changes, **arguments, "environment.path": ""})
+    rows = {"data": of_environments(*["sums", "desk"] * 4), "eval_data": of_environments("desk", "sums")}
+    row = dx.train(config, environment=both, **rows).records[-1]
+    for name in both:
+        assert (
+            (row[f"environment/{name}/num_turns"] > 1) == (row[f"eval/{name}/num_turns/mean@4"] > 1) == (name == "sums")
+        )
+        assert {f"environment/{name}/{one}" for one in ("acc", "score", "kept_share", "num_prompts")} <= row.keys()
+    rows["data"] = of_environments("sums", "lake")
+    with pytest.raises(InputError, match="row 2 must name one of sums, desk of environment.path in its column"):
+        dx.train(dataclasses.replace(config, workdir=str(tmp_path / "other")), environment=both, **rows)
+
+
+def test_generate_gives_reset_the_columns_of_each_prompt():
+    class Told:
+        def reset(self, hint, answer):
+            return hint + answer
+
+        def step(self, text):
+            return "", 0.0, True
+
+    with dx.Policy(config_of("unused")) as policy:
+        prompts = [[{"role": "user", "content": "1 + 1 ="}]] * 2
+        rows = [{"hint": hint, "answer": "7", "environment": "told"} for hint in ("3", "4")]
+        found = policy.generate(prompts, n=1, environment={"told": Told, "sums": Sums}, rows=rows)
+        said = [policy.tokenizer.decode(tokens) for tokens in found.experience.prompts]
+        assert "37" in said[0] and "47" in said[1]
+        with pytest.raises(InputError, match="rows has 1 dicts of columns, which must be one for each of 2 prompts"):
+            policy.generate(prompts, environment=Told, rows=rows[:1])
+        with pytest.raises(InputError, match="go with an environment"):
+            policy.generate(prompts, rows=rows)
+        with pytest.raises(InputError, match="prompt 1 must name one of told of environment.path .*, not 'sums'"):
+            policy.generate(prompts, environment={"told": Told}, rows=[rows[0], {"environment": "sums"}])

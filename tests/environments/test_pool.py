@@ -51,7 +51,7 @@ def test_the_text_form_answers_with_observation_reward_and_numbers(guess):
     assert first == Reply([{"role": "user", "content": "guess 1..7: odd"}])
     assert wrong.messages[0]["content"].startswith("not 2, ") and not wrong.done and wrong.reward == 0
     assert right.done and right.reward == 0.5 and right.numbers["acc"] == 1 and "word" not in right.numbers
-    assert guess.description.tools == [] and guess.description.rewards
+    assert guess.descriptions[""].tools == [] and guess.descriptions[""].rewards
 
 
 def test_random_states_belong_to_the_episode_and_interleaving_changes_nothing(guess):
@@ -99,7 +99,7 @@ def test_tools_are_called_in_order_and_the_models_mistakes_are_text(desk):
 
 
 def test_schemas_say_types_defaults_and_what_the_docstring_says(desk):
-    found = {one["function"]["name"]: one["function"] for one in desk.description.tools}
+    found = {one["function"]["name"]: one["function"] for one in desk.descriptions[""].tools}
     calculator = found["calculator"]
     assert calculator["description"] == "Evaluates a product." and calculator["parameters"]["required"] == [
         "expression"
@@ -115,9 +115,9 @@ def test_the_reward_of_the_tool_form_is_asked_at_the_end(desk):
     play, first = desk.begin(0, columns_of(ROW))
     first.result()
     desk.step(play, call("calculator", expression="3*4")).result()
-    assert desk.description.rewards and desk.finish(play).result() == Reply(reward=1.0, ends=True)
+    assert desk.descriptions[""].rewards and desk.finish(play).result() == Reply(reward=1.0, ends=True)
     with pool_of(tools=(f"{FILE}:twice",)) as pool:
-        assert not pool.description.rewards
+        assert not pool.descriptions[""].rewards
         assert played(pool, [call("twice", number=1), "2"])[1].messages[0]["content"] == "2"
 
 
@@ -213,10 +213,13 @@ def test_what_has_none_of_the_forms_is_refused(name, message):
 def test_arguments_must_fit_the_constructor():
     for arguments, message in (
         ('{"least": 1}', "unexpected keyword argument 'least'"),
-        ("[1]", "must be a JSON object"),
+        ("[1]", "must be a JSON object of the constructor's arguments"),
     ):
         with pytest.raises(InputError, match=message):
             pool_of("Guess", arguments=arguments)
+    for arguments in ('{"most": 7}', '{"b": {}}', "[1]"):
+        with pytest.raises(InputError, match="must be a JSON object of such objects by the names a, c"):
+            pool_of(path=json.dumps({"a": f"{FILE}:Guess", "c": f"{FILE}:Guess"}), arguments=arguments)
 
 
 def test_a_class_of_a_session_reaches_the_processes():

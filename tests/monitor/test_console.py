@@ -26,8 +26,14 @@ METRICS = {
 }
 
 
-def make_console(total_steps=300, **options):
-    return Console(total_steps, **{"initial_step": 0, "enabled": True, **options})
+def make_console(total_steps=300, *, constant=(), turns=False, **options):
+    constant = constant if turns else [*constant, "turns"]
+    return Console(total_steps, **{"initial_step": 0, "enabled": True, "constant": constant, **options})
+
+
+def test_episodes_have_their_turns_in_the_line(capsys):
+    make_console(turns=True).step_line(12, METRICS | {"rollout/num_turns/mean": 2.375})
+    assert "  len 812.4  turns 2.38  entropy 0.512  " in capsys.readouterr().out
 
 
 def test_line_shows_the_numbers_of_the_step_and_of_every_task_set(capsys):

@@ -38,3 +38,9 @@ def test_a_cell_shows_what_was_sampled_and_runs_nothing(text):
     assert shown == visible(text).replace("\t", "    ")
     [*_, last] = markdown_table([{"response": text * 1000}]).splitlines()
     assert "characters left out" in last and len(last) < 10 * (BEGIN + END)
+
+
+def test_the_policys_turns_are_bold_and_run_nothing_either():
+    turns = [{"by": by, "text": text} for by, text in (("policy", "a*b"), ("environment", "c|d"), ("policy", "e"))]
+    [*_, row] = markdown_table([{"response": "all", "turns": turns}]).splitlines()
+    assert "| <strong>a&#42;b</strong><br>c&#124;d<br><strong>e</strong> |" in row

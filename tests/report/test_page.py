@@ -86,6 +86,15 @@ def test_a_run_has_every_section_and_needs_nothing_else(whole):
     assert len(ids) == len(set(ids))
 
 
+def test_an_episode_shows_the_policys_turns_and_folds_those_of_the_environment(tmp_path):
+    turns = [{"by": by, "text": f"<{by}>"} for by in ("policy", "environment")]
+    _, text = page_of(write_run(tmp_path, samples={step: [sample() | {"turns": turns}] for step in (1, 4)}))
+    assert text.count('<pre dir="auto" class="policy">&lt;policy&gt;</pre>') == 2
+    assert (
+        len(re.findall(r"<details><summary [^<]*Environment</summary><pre [^<]*&lt;environment&gt;</pre>", text)) == 2
+    )
+
+
 def test_its_numbers_are_those_of_the_metrics(whole):
     page, text = whole
     assert "Complete: 4 of 4 steps." in page.text

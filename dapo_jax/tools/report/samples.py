@@ -24,6 +24,7 @@ class Shown(NamedTuple):
     step: int
     prompt: str
     response: str
+    turns: list[tuple[str, str]]  # who wrote each, policy or environment, and its text; [] for a single turn
     verdict: str  # right, wrong or other
     score: str
     length: str  # tokens
@@ -99,6 +100,7 @@ def shown(step: int, sample: Sample) -> Shown:
         step=step,
         prompt=visible(shortened(str(sample.get("prompt", "")))),
         response=visible(shortened(str(sample.get("response", "")))),
+        turns=[(turn["by"], visible(shortened(turn["text"]))) for turn in sample.get("turns", [])],
         verdict=verdict,
         score=", ".join(f"{name} {number(value)}" for name, value in scores.items() if is_number(value)),
         length=f"{number(sample['length'])} tokens" if is_number(sample.get("length")) else "",
