@@ -12,7 +12,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 def with_tokenizer(name: str, folder: Path) -> str:
     """A copy of a checkpoint in `folder` with a tokenizer, as it would lie in a download."""
-    directory = folder / name
+    directory = folder / Path(name).name
     shutil.copytree(CHECKPOINTS / name, directory)
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}))
     (directory / "chat_template.jinja").write_text(TEMPLATE)

@@ -1,14 +1,17 @@
 """Whole runs of models with experts, and with windows: kills and meshes change nothing."""
 
 import jax
+import numpy as np
 import pytest
 from preflight.test_programs import ONE_STEP, programs_of, texts_of_a_run
+from safetensors.numpy import load_file
 from small_families import changes_of, with_tokenizer
 from small_run import DAMPED, assert_same_policy, resumed, small_config
 
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.training.loop import train
 
+ROUTER, BIAS = "model.layers.", ".mlp.gate.e_score_correction_bias"
 LENGTHS = {"data.max_prompt_length": 16, "data.max_response_length": 24}  # windows are of 16 tokens
 SHORT_RUN = {"trainer.total_training_steps": 3, "trainer.save_freq": 1, "actor.optim.lr": 1e-2}
 
@@ -66,8 +69,8 @@ def test_a_killed_run_ends_with_the_same_bits(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.long("qwen3_moe")
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
+@pytest.mark.long("glm4_moe")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "glm4_moe"])
 def test_the_mesh_changes_no_policy(name, tmp_path):
     """Data parallel on eight devices, or 2x2x2 with training divided like sampling: tokens equal, rounding apart."""
     model, found = with_tokenizer(name, tmp_path), {}
@@ -78,6 +81,9 @@ def test_the_mesh_changes_no_policy(name, tmp_path):
         found[data] = train(small_config(tmp_path / str(data), **changes, **mesh))
     query = found[2].actor.params["layers"]["query"]
     assert query.addressable_shards[0].data.size * 4 == query.size
+    if name == "glm4_moe":
+        biases = [load_file(f"{model}/model.safetensors")[f"{ROUTER}{layer}{BIAS}"] for layer in (1, 2, 3)]
+        np.testing.assert_array_equal(found[2].actor.params["layers"]["router_bias"], biases)
     assert_same_policy(found[8], jax.device_get(found[2].actor.params), tolerance=1e-4)
     alone, divided = (read_metrics(tmp_path / folder) for folder in ("8", "2"))
     assert [row["response_length/mean"] for row in alone] == [row["response_length/mean"] for row in divided]

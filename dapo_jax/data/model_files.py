@@ -24,6 +24,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_if_there(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file."""
+    return read_object(file) if file.is_file() else {}
+
+
 def unreadable(path: Path | epath.Path, error: Exception) -> InputError:
     """The error for a file that its format's reader rejects, with the fix."""
     with path.open("rb") as file:

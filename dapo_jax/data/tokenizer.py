@@ -34,6 +34,7 @@ class Tokenizer:
     add_bos: bool  # True if plain text begins with the bos token
     chat_template: str | None
     origin: str = ""  # the file that it is from; empty for those of this package
+    images: frozenset[int] = frozenset()  # tokens in whose place a model would see images, which no prompt may have
     keeps_special: bool = False  # whether special tokens, other than end tokens, have a text in responses
 
     @functools.cached_property
@@ -94,10 +95,17 @@ class Tokenizer:
             if not isinstance(prompt, str)
         ]
         texts = iter(self._render(chats))
-        return [
+        found = [
             self._encode_text(prompt + (response or "")) if isinstance(prompt, str) else self.encode(next(texts))
             for prompt, _, response in rows
         ]
+        for tokens, (prompt, *_) in zip(found, rows, strict=True):
+            if self.images and (seen := self.images.intersection(tokens)):
+                raise InputError(
+                    f"a prompt has {self.decode([min(seen)], skip_special_tokens=False)}, a token of images, but only "
+                    f"the text part of this model is read: leave out images and prompts about them: {prompt!r:.200}"
+                )
+        return found
 
     def _conversation(
         self,
@@ -182,7 +190,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if add_bos and "bos_token" not in special_tokens:
         raise InputError(f"{path}: add_bos_token is true, so there must be a bos_token: name it or set false")
     template = tokenizer_files.chat_template(path, settings.get("chat_template"))
-    return Tokenizer(backend, eos_ids, pad_id, special_tokens, add_bos, template, origin)
+    images = tokenizer_files.image_ids(path)
+    return Tokenizer(backend, eos_ids, pad_id, special_tokens, add_bos, template, origin, images)
 
 
 def within_rows(tokenizer: Tokenizer, num_rows: int) -> Tokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from dapo_jax.data.model_files import read_object, unreadable
+from dapo_jax.data.model_files import is_size, read_if_there, read_object, unreadable
 from dapo_jax.errors import InputError
 
 # The names under which a tokenizer of transformers holds special tokens of its own.
@@ -18,10 +18,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an Ad
 
 logger = logging.getLogger(__name__)
 
-
-def read_if_there(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file."""
-    return read_object(file) if file.is_file() else {}
+IMAGE_TOKENS = "image_token", "video_token", "boi_token", "eoi_token", "vision_start_token", "vision_end_token"
 
 
 @contextmanager
@@ -150,6 +147,13 @@ def end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | Non
             "config.json, or eos_token in tokenizer_config.json"
         )
     return tuple(found)
+
+
+def image_ids(directory: Path) -> frozenset[int]:
+    """The tokens of images and videos that config.json names."""
+    config = read_if_there(directory / "config.json")
+    found = (config.get(f"{name}_{kind}") for name in IMAGE_TOKENS for kind in ("index", "id"))
+    return frozenset(index for index in found if index is not None and is_size(index))
 
 
 def chat_template(directory: Path, configured: Any) -> str | None:

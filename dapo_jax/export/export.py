@@ -27,7 +27,6 @@ from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.places import place_of
 from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.config.values import DEFAULTS, flat
-from dapo_jax.data.model_files import read_object
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError, say
 from dapo_jax.export.hub import check_upload, model_card, recipe, upload
@@ -35,6 +34,7 @@ from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.families import FAMILIES
+from dapo_jax.models.hf_architecture import described, takes_images
 from dapo_jax.models.identity import Identity
 from dapo_jax.models.lora import Lora, adapter_table, peft_config
 from dapo_jax.models.weights import Weight, weight_table
@@ -168,6 +168,11 @@ def write_policy(
             (directory / "README.md").write_text(card, encoding="utf-8")
         if adapter:
             assert lora is not None
+            if takes_images(model_at(first_model(config.model.path), weights=False)):
+                raise InputError(
+                    f"--adapter: PEFT would look for the adapters of the text part of {config.model.path} in the whole "
+                    "model: export the merged model, without --adapter"
+                )
             if is_first():
                 _write_json(directory / "adapter_config.json", _adapter_config(config.model.path, lora))
             _write(directory, adapter_table(arch, lora), params, dtype, "adapter_model", shown=shown)
@@ -213,7 +218,7 @@ def _chosen_step(workdir: str, directory: str, step: int | None) -> int:
 
 def _copy_description(source: Path, arch: Architecture, output: Path, dtype: str) -> None:
     """Copies the files of a Hugging Face directory except its weights, with what has changed in config.json."""
-    _write_json(output / "config.json", with_weights(read_object(source / "config.json"), arch, dtype))
+    _write_json(output / "config.json", with_weights(described(source), arch, dtype))
     for name in COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, output / name)

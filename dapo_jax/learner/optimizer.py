@@ -11,7 +11,7 @@ import optax
 from flax import struct
 
 from dapo_jax.config.sections import ActorConfig, CriticConfig, OptimConfig
-from dapo_jax.models.weights import Weight
+from dapo_jax.models.weights import UNTRAINED, Weight
 
 MUON_RMS = 0.2  # of an update of Muon: as large as AdamW's, so that rates and decay can be the same (arXiv:2502.16982)
 
@@ -53,7 +53,7 @@ def apply_gradients(
 ) -> tuple[TrainState, jax.Array]:
     """One optimizer step, and the gradients' global norm before clipping. Not finite: only `skipped` changes.
 
-    Every parameter decays, as in PyTorch and verl.
+    Every parameter that is trained decays, as in PyTorch and verl.
     """
     norm = optax.global_norm(gradients)
     scale = jnp.minimum(1.0, options.grad_clip / jnp.maximum(norm, 1e-30))
@@ -62,7 +62,11 @@ def apply_gradients(
     directions, moments = _transformation(options.optim, table).update(clipped, old, state.params)
     if options.optim.moments_dtype == "bfloat16":
         moments = _rounded(moments, state.params, state.updates)
-    params = jax.tree.map(lambda param, direction: param - learning_rate * direction, state.params, directions)
+
+    def changed(path: Any, param: jax.Array, direction: jax.Array) -> jax.Array:
+        return param if getattr(path[-1], "key", "") in UNTRAINED else param - learning_rate * direction
+
+    params = jax.tree_util.tree_map_with_path(changed, state.params, directions)
     updated = TrainState(params, moments, state.updates + 1, state.skipped)
     refused = dataclasses.replace(state, skipped=state.skipped + 1)
     finite = jnp.isfinite(norm)

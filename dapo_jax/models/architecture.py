@@ -28,6 +28,10 @@ class Experts:
     per_token: int  # that a token is given to
     intermediate_size: int  # of each
     normalized: bool  # the weights of a token's experts add up to 1
+    scores: str = "softmax"  # of the router, over all experts; or sigmoid, of each alone
+    biased: bool = False  # experts are chosen by their scores plus a bias of each, which is not trained
+    scale: float = 1.0  # of the weights of a token's experts
+    shared_size: int = 0  # F of a dense network next to them, for all tokens
 
 
 class Choices(NamedTuple):
@@ -68,18 +72,23 @@ class Architecture:
     initializer_range: float = 0.02
     scalar_head: bool = False  # one number per token instead of the vocabulary's scores
     experts: Experts | None = None  # of the layers that have them
-    pattern: tuple[Layer, ...] = (Layer(),)  # kinds of consecutive layers, repeated from the first to the last
+    rotary_size: int = 0  # of H, the first numbers of queries and keys, which carry positions; 0: all
+    first: tuple[Layer, ...] = ()  # kinds of the first layers, where they are others
+    pattern: tuple[Layer, ...] = (Layer(),)  # kinds of consecutive layers, repeated from there to the last
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The kind of each of the L layers."""
-        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+        rest = self.num_layers - len(self.first)
+        return (*self.first, *(self.pattern[i % len(self.pattern)] for i in range(rest)))
 
     @property
     def forward_size(self) -> int:
         """Numbers of a token inside a feed-forward network: F, or those of its experts together."""
         experts = self.experts
-        return self.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
+        if experts is None:
+            return self.intermediate_size
+        return experts.per_token * experts.intermediate_size + experts.shared_size
 
     @property
     def choices(self) -> Choices | None:
@@ -93,7 +102,9 @@ class Architecture:
         """The numbers of the layers that have a leaf of this name (see models/weights.py), or an adapter of it."""
         if leaf.startswith(("gate", "up", "down")):
             return tuple(i for i, kind in enumerate(self.layers) if not kind.experts)
-        if leaf.startswith(("router", "expert")):
+        if leaf.startswith("shared") and (self.experts is None or not self.experts.shared_size):
+            return ()
+        if leaf.startswith(("router", "expert", "shared")):
             return tuple(i for i, kind in enumerate(self.layers) if kind.experts)
         return tuple(range(self.num_layers))
 
@@ -101,12 +112,17 @@ class Architecture:
         """The same for sequences of at most `length` tokens, without windows that reach all of them."""
         if self.window is None or self.window < length:
             return self
-        return replace(self, pattern=pattern_of(tuple(replace(kind, window=None) for kind in self.layers)))
+        return replace(self, **kinds_of(tuple(replace(kind, window=None) for kind in self.layers)))
 
     @property
     def window(self) -> int | None:
         """The window of the layers that have one; None if all layers attend to all tokens."""
-        return next((kind.window for kind in self.pattern if kind.window is not None), None)
+        return next((kind.window for kind in self.kinds if kind.window is not None), None)
+
+    @property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The kinds that there are."""
+        return tuple(dict.fromkeys(self.layers))
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -115,16 +131,24 @@ class Architecture:
             )
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim} must be even, for rotary embeddings")
-        if len({kind.window for kind in self.pattern} - {None}) > 1:
-            raise InputError(f"{self.pattern}: all layers with a window must have the same")
+        if self.rotary_size % 2 or self.rotary_size > self.head_dim:
+            raise InputError(f"of head_dim={self.head_dim}, {self.rotary_size} numbers cannot carry positions in pairs")
+        if len({kind.window for kind in self.kinds} - {None}) > 1:
+            raise InputError(f"{self.kinds}: all layers with a window must have the same")
         if self.experts is not None and self.experts.per_token > self.experts.number:
             raise InputError(
                 f"num_experts_per_tok={self.experts.per_token} must be at most num_experts={self.experts.number}"
             )
 
 
-def pattern_of(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The shortest pattern that gives these layers when it is repeated."""
-    lengths = range(1, len(layers) + 1)
-    length = next(n for n in lengths if all(kind == layers[i % n] for i, kind in enumerate(layers)))
-    return layers[:length]
+def kinds_of(layers: tuple[Layer, ...]) -> dict[str, tuple[Layer, ...]]:
+    """`first` and `pattern` of these layers: the shortest, of which the pattern is repeated."""
+    options = []
+    for begin in range(len(layers)):
+        rest = layers[begin:]
+        length = next(n for n in range(1, len(rest) + 1) if all(kind == rest[i % n] for i, kind in enumerate(rest)))
+        options.append((begin + length, begin))
+        if begin + 1 >= min(options)[0]:
+            break
+    length, begin = min(options)
+    return {"first": layers[:begin], "pattern": layers[begin:length]}

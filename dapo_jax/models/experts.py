@@ -1,4 +1,5 @@
-"""Device: a feed-forward layer whose tokens choose a few of many experts (Qwen3-MoE, arXiv:2505.09388).
+"""Device: a feed-forward layer whose tokens choose a few of many experts (Qwen3-MoE, arXiv:2505.09388; with scores of
+each expert alone and biases, GLM-4.5, arXiv:2508.06471).
 
 Sizes: B rows, T tokens, D hidden, F hidden of an expert, E experts, k of them chosen by a token, S = B * T.
 """
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from dapo_jax.models.architecture import Experts
 from dapo_jax.models.attention import matmul
 from dapo_jax.models.grouped_products import grouped_product
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -21,7 +23,7 @@ class Routing:
     """What the router of a layer did."""
 
     chosen: jax.Array  # [B, T, k] int32, the experts in use, by falling weight of the router that chose them
-    probabilities: jax.Array  # [B, T, E] float32, this router's
+    probabilities: jax.Array  # [B, T, E] float32, this router's; of scores of each alone, shares of their sum
     own: jax.Array | None  # [B, T, k] int32, what this router would have chosen, if choices were replayed
 
 
@@ -32,11 +34,11 @@ def expert_feed_forward(
     up: jax.Array,
     down: jax.Array,
     *,
-    experts_per_token: int,
-    normalized: bool,
+    experts: Experts,
+    bias: jax.Array | None = None,
     replayed: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:
-    """[B, T, D] float32: down(silu(gate(x)) * up(x)) of each token's experts, summed by their probabilities.
+    """[B, T, D] float32: down(silu(gate(x)) * up(x)) of each token's experts, summed by their scores.
 
     Under the mesh of `jax.set_mesh`, rows are sharded over ("data", "fsdp") and experts over "tensor": each device
     computes what its tokens want of its experts. Inside a shard_map over some of these axes, the others shard its
@@ -46,17 +48,18 @@ def expert_feed_forward(
         x: [B, T, D] float32.
         router: [D, E] float32.
         gate, up: [E, D, F], in the dtype of products, as `down` [E, F, D].
-        normalized: divide the probabilities of a token's experts by their sum.
-        replayed: [B, T, k] int, experts to use instead of this router's choice, with this router's probabilities.
+        bias: [E] float32, added to the scores by which experts are chosen, and not to their weights. It has no
+            gradient.
+        replayed: [B, T, k] int, experts to use instead of this router's choice, with this router's scores.
             A token with a negative one takes its own choice.
     """
-    compute = functools.partial(_on_device, experts_per_token=experts_per_token, normalized=normalized)
+    compute = functools.partial(_on_device, experts=experts)
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
     if not axes:
-        return compute(x, replayed, router, gate, up, down)
+        return compute(x, replayed, router, bias, gate, up, down)
     rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes))
-    experts, parts = PartitionSpec("tensor"), PartitionSpec("tensor", *rows)
+    share, parts, whole = PartitionSpec("tensor"), PartitionSpec("tensor", *rows), PartitionSpec()
 
     def of_share(*arrays: Any) -> tuple[jax.Array, Routing]:
         first = jax.lax.axis_index("tensor") * arrays[-1].shape[0]
@@ -65,11 +68,11 @@ def expert_feed_forward(
 
     result, routing = jax.shard_map(
         of_share,
-        in_specs=(rows, rows, PartitionSpec(), experts, experts, experts),
+        in_specs=(rows, rows, whole, whole, share, share, share),
         out_specs=(parts, rows),
         axis_names=axes,
         check_vma=False,
-    )(x, replayed, router, gate, up, down)
+    )(x, replayed, router, bias, gate, up, down)
     # Summed here and not by a psum, whose transpose is another one: the gradient needs none.
     return result.sum(axis=0), routing
 
@@ -78,16 +81,16 @@ def _on_device(
     x: jax.Array,
     replayed: jax.Array | None,
     router: jax.Array,
+    bias: jax.Array | None,
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
     *,
-    experts_per_token: int,
-    normalized: bool,
+    experts: Experts,
     first_expert: jax.Array | int = 0,
 ) -> tuple[jax.Array, Routing]:
     """`expert_feed_forward` on one device, of the experts from `first_expert` on whose weights it has."""
-    weights, routing = _route(x, router, replayed, experts_per_token, normalized)
+    weights, routing = _route(x, router, bias, replayed, experts)
     order, places, sizes = _sorted(routing.chosen - first_expert, len(gate))
     rows = _rows_of_choices(x.reshape(-1, x.shape[-1]), order, places)
     hidden = jax.nn.silu(grouped_product(rows, gate, sizes)) * grouped_product(rows, up, sizes)
@@ -97,19 +100,22 @@ def _on_device(
 
 
 def _route(
-    x: jax.Array, router: jax.Array, replayed: jax.Array | None, experts_per_token: int, normalized: bool
+    x: jax.Array, router: jax.Array, bias: jax.Array | None, replayed: jax.Array | None, experts: Experts
 ) -> tuple[jax.Array, Routing]:
     """The weights [B, T, k] float32 of the experts in use, and the routing."""
-    probabilities = jax.nn.softmax(matmul("btd,de->bte", x, router), axis=-1)
-    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), experts_per_token)
+    logits = matmul("btd,de->bte", x, router)
+    scores = jax.nn.softmax(logits, axis=-1) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores if bias is None else scores + bias), experts.per_token)
     own = None
     if replayed is not None:
         recorded = (replayed >= 0).all(axis=-1, keepdims=True)
         chosen, own = jnp.where(recorded, replayed, chosen).astype(jnp.int32), chosen
-    weights = jnp.sum(jnp.where(_is_expert(chosen, probabilities), probabilities[..., None, :], 0), axis=-1)
-    if normalized:
+    weights = jnp.sum(jnp.where(_is_expert(chosen, scores), scores[..., None, :], 0), axis=-1)
+    if experts.normalized:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return weights, Routing(chosen, probabilities, own)
+    if experts.scores != "softmax":
+        scores = scores / scores.sum(axis=-1, keepdims=True)
+    return weights * experts.scale if experts.scale != 1.0 else weights, Routing(chosen, scores, own)
 
 
 def _is_expert(chosen: jax.Array, probabilities: jax.Array) -> jax.Array:

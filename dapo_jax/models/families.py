@@ -26,7 +26,9 @@ class Family:
     local_theta: str = ""  # key of the rotary base of layers with a window, which is never scaled; empty: as all layers
     default_local_theta: float | None = None  # if config.json does not name it; None: that of the other layers
     leaves_out_rotary: bool = False  # no_rope_layers, or one of no_rope_layer_interval, have no rotary embedding
-    experts: bool = False  # mixtures of experts
+    experts: Mapping[str, Any] | None = None  # mixtures of experts: fields of `Experts` that are the same in all models
+    partial_rotary: bool = False  # partial_rotary_factor of a head's numbers carry positions
+    nested_name: str = ""  # Hugging Face's name of its models that also take images, of which the text part is read
     reward_name: str = ""  # how the names of its reward models begin, if not by hf_name
 
     def architecture_name(self, scalar_head: bool) -> str:
@@ -67,7 +69,27 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
             "mlp_only_layers": [],
         },
         biases=("attention_bias",),
-        experts=True,
+        experts={},
+    ),
+    "glm4_moe": Family(
+        "Glm4Moe",
+        traits={"output_bias": False},
+        defaults={
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": False,
+            "num_nextn_predict_layers": 0,
+        },
+        biases=("attention_bias",),
+        partial_rotary=True,
+        experts={"scores": "sigmoid", "biased": True},
     ),
     "smollm3": Family(
         "SmolLM3",
@@ -98,7 +120,11 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     "gemma3_text": Family(
         "Gemma3",
         traits={**GEMMA, "qk_norm": "head"},
-        defaults={**GEMMA_DEFAULTS, "final_logit_softcapping": None, "sliding_window_pattern": 6},
+        defaults={
+            **GEMMA_DEFAULTS,
+            **{"final_logit_softcapping": None, "sliding_window_pattern": 6},
+            **{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+        },
         biases=("attention_bias",),
         window="typed",
         full_every=6,
@@ -106,5 +132,6 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         local_theta="rope_local_base_freq",
         default_local_theta=1e4,
         reward_name="Gemma3Text",
+        nested_name="Gemma3ForConditionalGeneration",
     ),
 }

@@ -9,14 +9,14 @@ from typing import Any
 from dapo_jax.data.model_files import is_positive_number, is_size, read_object
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import GGUF, is_gguf
-from dapo_jax.models.architecture import Architecture, Experts, Layer, pattern_of
+from dapo_jax.models.architecture import Architecture, Experts, Layer, kinds_of
 from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.rope_scaling import rope_problems, rope_type, scaling_from_hf
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim", "sliding_window", "query_pre_attn_scalar", "no_rope_layer_interval"),
-    "sliding_window_pattern",
+    *("sliding_window_pattern", "n_routed_experts", "n_group", "topk_group"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
 )
 REQUIRED = (*SIZES, "rms_norm_eps")
@@ -27,7 +27,10 @@ TYPES = {  # rule: its test, and the keys besides the sizes for which it holds w
     ),
     "a number from 0": (
         lambda value: value == 0 or is_positive_number(value),
-        ("initializer_range", "max_window_layers"),
+        (
+            *("initializer_range", "max_window_layers", "routed_scaling_factor"),
+            *("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"),
+        ),
     ),
     "an object": (lambda value: isinstance(value, dict), ("rope_parameters", "rope_scaling", "id2label")),
     "a list": (
@@ -36,14 +39,17 @@ TYPES = {  # rule: its test, and the keys besides the sizes for which it holds w
     ),
     "true or false": (
         lambda value: isinstance(value, bool),
-        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "use_qk_norm"),
     ),
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name -> ours
 # keys that only some families read: those with the key in their biases or defaults
 OF_SOME = "attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
+# keys that a family whose defaults have them cannot do without
+OF_EXPERTS = "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "first_k_dense_replace"
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS = 10_000
+OF_TEXT = "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"  # may be above
 
 
 def read_architecture(directory: str | Path) -> Architecture:
@@ -51,7 +57,7 @@ def read_architecture(directory: str | Path) -> Architecture:
     path = model_directory(directory) / "config.json"
     if not path.exists():
         raise InputError(f"{path} does not exist: model.path must be a Hugging Face model directory")
-    hf = read_object(path)
+    hf = described(directory)
     try:
         return architecture_from_hf(hf)
     except ValueError as error:
@@ -59,9 +65,32 @@ def read_architecture(directory: str | Path) -> Architecture:
         raise InputError(f"{path}: {error}; {cure}") from error
 
 
+def described(directory: str | Path) -> dict[str, Any]:
+    """The text part of a model's config.json."""
+    return text_part(read_object(model_directory(directory) / "config.json"))
+
+
+def takes_images(directory: str | Path) -> bool:
+    """Whether only a part of a model, that about text, is read."""
+    hf = read_object(model_directory(directory) / "config.json")
+    return text_part(hf) is not hf
+
+
+def text_part(hf: dict[str, Any]) -> dict[str, Any]:
+    """A config.json; of a model that also takes images, what it says of its text part, as that of a language model."""
+    text, names = hf.get("text_config"), hf.get("architectures")
+    family = next(
+        (family for family in FAMILIES.values() if family.nested_name and names == [family.nested_name]), None
+    )
+    if family is None or not isinstance(text, dict):
+        return hf
+    above = {key: hf[key] for key in OF_TEXT if key in hf}
+    return {**above, **text, "architectures": [family.architecture_name(False)]}
+
+
 def context_length(directory: str | Path) -> int | None:
     """The context length of a model in tokens; None if its config.json does not say."""
-    length = read_object(model_directory(directory) / "config.json").get("max_position_embeddings")
+    length = described(directory).get("max_position_embeddings")
     return length if isinstance(length, int) else None
 
 
@@ -86,13 +115,18 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     }
     names = hf.get("architectures") or []
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
-        raise InputError(f"architectures={names} is not supported: choose one of {sorted(known)}")
+        nested = [family.nested_name for family in FAMILIES.values() if family.nested_name]
+        raise InputError(
+            f"architectures={names} is not supported: choose one of {sorted(known)}, or {', '.join(nested)}, of which "
+            "the text part is read"
+        )
     name = known[names[0]]
     family = FAMILIES[name]
     scalar_head = names[0] == family.architecture_name(True)
     hf = {**family.defaults, **hf}
     rope, local, problems = _rope(hf, family)
-    problems += _unsupported(hf, family) + rope_problems(rope, hf.get("max_position_embeddings"))
+    length = hf.get("max_position_embeddings")
+    problems += _unsupported(hf, family) + rope_problems(rope, length, partial=family.partial_rotary)
     if hf.get("model_type") not in (None, name):
         problems.append(f"model_type={hf['model_type']!r}: must be {name!r}")
     if family.local_theta:
@@ -104,7 +138,7 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
         raise InputError(f"{names[0]} with " + "; ".join(problems))
     heads = hf["num_attention_heads"]
     size, biased = hf.get("head_dim") or hf["hidden_size"] // heads, _has_bias(hf, family, "attention_bias")
-    scaling = scaling_from_hf(rope, hf.get("max_position_embeddings"))
+    scaling = scaling_from_hf(rope, length)
     has_own = bool(family.local_theta) and (scaling is not None or local["rope_theta"] != rope["rope_theta"])
     return Architecture(
         family=name,
@@ -118,7 +152,6 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
         rope_theta=float(rope["rope_theta"]),
         rms_norm_eps=hf["rms_norm_eps"],
         tie_embeddings=bool(hf.get("tie_word_embeddings")),
-        output_bias=biased,
         mlp_bias=_has_bias(hf, family, "mlp_bias"),
         query_scale=(size / (hf.get("query_pre_attn_scalar") or size)) ** 0.5,
         attention_cap=hf.get("attn_logit_softcapping"),
@@ -126,9 +159,10 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
         rope_scaling=scaling,
         initializer_range=hf.get("initializer_range", 0.02),
         scalar_head=scalar_head,
-        experts=_experts(hf) if family.experts else None,
-        pattern=pattern_of(_layers(hf, family, float(local["rope_theta"]) if has_own else None)),
-        **{"qkv_bias": biased, **family.traits},
+        experts=None if family.experts is None else _experts(hf, family.experts),
+        rotary_size=_rotary_size(size, rope.get("partial_rotary_factor", 1.0)),
+        **kinds_of(_layers(hf, family, float(local["rope_theta"]) if has_own else None)),
+        **{"qkv_bias": biased, "output_bias": biased, "qk_norm": "head" * bool(hf.get("use_qk_norm")), **family.traits},
     )
 
 
@@ -201,8 +235,9 @@ def _layers(hf: dict[str, Any], family: Family, theta: float | None) -> tuple[La
         every = hf["no_rope_layer_interval"]
         rotary = list(map(bool, hf.get("no_rope_layers") or [(i + 1) % every for i in numbers]))
     sparse = [False for _ in numbers]
-    if family.experts:
-        step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
+    if family.experts is not None:
+        step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+        dense = [*dense, *numbers[: hf.get("first_k_dense_replace", 0)]]
         sparse = [i not in dense and (i + 1) % step == 0 for i in numbers]
     kinds = [Layer(rotary=one, experts=other) for one, other in zip(rotary, sparse, strict=True)]
     return tuple(
@@ -229,13 +264,22 @@ def _windowed(hf: dict[str, Any], family: Family) -> list[bool]:
     return [(i + 1) % every != 0 for i in range(count)]
 
 
-def _experts(hf: dict[str, Any]) -> Experts:
+def _experts(hf: dict[str, Any], fixed: Mapping[str, Any]) -> Experts:
+    size = hf["moe_intermediate_size"]
     return Experts(
-        number=hf.get("num_local_experts") or hf["num_experts"],
+        number=hf.get("n_routed_experts") or hf.get("num_local_experts") or hf["num_experts"],
         per_token=hf["num_experts_per_tok"],
-        intermediate_size=hf["moe_intermediate_size"],
+        intermediate_size=size,
         normalized=bool(hf["norm_topk_prob"]),
+        scale=float(hf.get("routed_scaling_factor", 1.0)),
+        shared_size=size * hf.get("n_shared_experts", 0),
+        **fixed,
     )
+
+
+def _rotary_size(head_dim: int, share: float) -> int:
+    """`Architecture.rotary_size`."""
+    return 0 if share == 1.0 else int(head_dim * share)
 
 
 def activation_key(family: Family) -> str:
@@ -277,6 +321,8 @@ def _unsupported_layers(hf: dict[str, Any], family: Family) -> list[str]:
         )
     if not all(is_size(one) or one == 0 for one in hf.get("mlp_only_layers") or []):
         problems.append(f"mlp_only_layers={hf['mlp_only_layers']}: must be numbers of layers")
-    needed = ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step") if family.experts else ()
+    needed = [name for name in OF_EXPERTS if name in family.defaults]
     problems += [f"no {name}" for name in needed if hf.get(name) is None]
+    if any(hf.get(name, 1) != 1 for name in ("n_group", "topk_group")):
+        problems.append(f"n_group={hf.get('n_group')}, topk_group={hf.get('topk_group')}: only 1 is supported")
     return problems

@@ -38,8 +38,8 @@ def run_layers(
 ) -> tuple[Any, list[Any]]:
     """Takes `hidden` through the L layers, by `step` (kind, hidden, weights, cache) -> (hidden, result).
 
-    Stacked weights are scanned, one repetition of the pattern of kinds at a time, unless there are caches. Layers
-    after the last whole repetition, with caches or in a list are unrolled.
+    Stacked weights are scanned, one repetition of the pattern of kinds at a time, unless there are caches. The first
+    layers, those after the last whole repetition, with caches or in a list are unrolled.
 
     Args:
         hidden: what one layer hands to the next, a pytree.
@@ -52,27 +52,33 @@ def run_layers(
     """
     steps = {kind: rematerialized(functools.partial(step, kind), remat) for kind in arch.layers}
     results: list[Any] = []
-    if not isinstance(weights, list):
-        if caches is None:
-            hidden, results = _scan_repetitions(steps, hidden, weights, arch)
-        weights = layer_weights(weights, arch)
-    first = len(results)
-    for kind, layer, cache in list(zip(arch.layers, weights, caches or [None] * arch.num_layers, strict=True))[first:]:
-        hidden, result = steps[kind](hidden, layer, cache)
-        results.append(result)
-    return hidden, results
+
+    def unrolled(hidden: Any, end: int) -> Any:
+        places = range(len(results), end)
+        layers = weights if isinstance(weights, list) else layer_weights(weights, arch) if places else []
+        for place in places:
+            cache = None if caches is None else caches[place]
+            hidden, result = steps[arch.layers[place]](hidden, layers[place], cache)
+            results.append(result)
+        return hidden
+
+    if caches is None and not isinstance(weights, list):
+        hidden, scanned = _scan_repetitions(steps, unrolled(hidden, len(arch.first)), weights, arch)
+        results += scanned
+    return unrolled(hidden, arch.num_layers), results
 
 
 def _scan_repetitions(
     steps: Mapping[Layer, Callable[..., Any]], hidden: Any, weights: Params, arch: Architecture
 ) -> tuple[Any, list[Any]]:
     """`hidden` after the layers of all whole repetitions of the pattern, and the result of each of these layers."""
-    pattern, repetitions = arch.pattern, arch.num_layers // len(arch.pattern)
-    places = {name: [i for i in arch.layers_with(name) if i < len(pattern)] for name in weights}
+    pattern, first = arch.pattern, len(arch.first)
+    repetitions = (arch.num_layers - first) // len(pattern)
+    places = {name: [i - first for i in arch.layers_with(name) if 0 <= i - first < len(pattern)] for name in weights}
 
-    def divided(leaf: jax.Array, of_pattern: int) -> jax.Array:
-        whole = repetitions * of_pattern
-        leaf = leaf if len(leaf) == whole else leaf[:whole]
+    def divided(leaf: jax.Array, name: str, of_pattern: int) -> jax.Array:
+        begin, whole = sum(i < first for i in arch.layers_with(name)), repetitions * of_pattern
+        leaf = leaf if len(leaf) == whole else leaf[begin : begin + whole]
         return leaf if of_pattern == 1 else leaf.reshape(repetitions, of_pattern, *leaf.shape[1:])
 
     def of_place(leaf: jax.Array, name: str, place: int) -> jax.Array:
@@ -86,7 +92,7 @@ def _scan_repetitions(
             found.append(result)
         return hidden, found
 
-    scanned = {name: divided(leaf, len(places[name])) for name, leaf in weights.items() if places[name]}
+    scanned = {name: divided(leaf, name, len(places[name])) for name, leaf in weights.items() if places[name]}
     hidden, found = jax.lax.scan(repetition, hidden, scanned)
     return hidden, [jax.tree.map(lambda x, i=i: x[i], one) for i in range(repetitions) for one in found]
 
@@ -131,12 +137,14 @@ def block(
         result, routing = expert_feed_forward(
             inputs,
             *(layer[name] for name in ("router", "expert_gate", "expert_up", "expert_down")),
-            experts_per_token=arch.experts.per_token,
-            normalized=arch.experts.normalized,
+            experts=arch.experts,
+            bias=layer.get("router_bias"),
             replayed=layer.get(REPLAYED),
         )
+        if arch.experts.shared_size:
+            result = result + _feed_forward(inputs, layer, arch, "shared_")
     else:
-        result = _feed_forward(gather_input(inputs, layer["gate"].dtype), layer, arch)
+        result = _feed_forward(inputs, layer, arch)
     return x + normed(result, layer, "mlp_out_norm", arch), cache, routing
 
 
@@ -157,12 +165,15 @@ def _projections(kind: Layer, x: jax.Array, layer: Params, rotations: Rotations,
     return tuple(map(checkpoint_name, (query, key, value), ("query", "key", "value")))
 
 
-def _feed_forward(x: jax.Array, layer: Params, arch: Architecture) -> jax.Array:
-    gate = biased(adapted("btd,df->btf", x, layer, "gate"), layer, "gate")
-    up = biased(adapted("btd,df->btf", x, layer, "up"), layer, "up")
-    down = {name: leaf for name, leaf in layer.items() if name.startswith("down")}
+def _feed_forward(x: jax.Array, layer: Params, arch: Architecture, prefix: str = "") -> jax.Array:
+    """A dense network, whose leaves' names begin with `prefix`."""
+    own = {name.removeprefix(prefix): leaf for name, leaf in layer.items() if name.startswith(prefix)}
+    x = gather_input(x, own["gate"].dtype)
+    gate = biased(adapted("btd,df->btf", x, own, "gate"), own, "gate")
+    up = biased(adapted("btd,df->btf", x, own, "up"), own, "up")
+    down = {name: leaf for name, leaf in own.items() if name.startswith("down")}
     product = _product_in_one_read if writes_narrow() else _gated_product
-    return biased(product(gate, up, down, arch.activation), layer, "down")
+    return biased(product(gate, up, down, arch.activation), own, "down")
 
 
 def _gated_product(gate: jax.Array, up: jax.Array, down: Params, activation: str) -> jax.Array:
@@ -212,8 +223,11 @@ def normed(x: jax.Array, weights: Params, name: str, arch: Architecture, axes: i
 
 
 def rotary(positions: jax.Array, arch: Architecture) -> Rotations:
-    """Cosine and sine [B, T, H // 2] float32 of each rotary embedding (arXiv:2104.09864), by `Layer.theta`."""
-    return {kind.theta: _rotation(positions, kind.theta, arch) for kind in arch.pattern if kind.rotary}
+    """Cosine and sine [B, T, R // 2] float32 of each rotary embedding (arXiv:2104.09864), by `Layer.theta`.
+
+    R is arch.rotary_size, or H.
+    """
+    return {kind.theta: _rotation(positions, kind.theta, arch) for kind in arch.kinds if kind.rotary}
 
 
 def _rotation(positions: jax.Array, theta: float | None, arch: Architecture) -> KeyValue:
@@ -226,18 +240,21 @@ def _rotation(positions: jax.Array, theta: float | None, arch: Architecture) -> 
 
 
 def rotary_frequencies(arch: Architecture, theta: float | None = None) -> np.ndarray:
-    """Angular frequency of each pair of dimensions, [H // 2] float32, scaled if the architecture says so.
+    """Angular frequency of each pair of dimensions, [R // 2] float32, scaled if the architecture says so.
 
     Args:
         theta: the base of an embedding that is not scaled; None: the architecture's.
     """
     base, scaling = (arch.rope_theta, arch.rope_scaling) if theta is None else (theta, None)
-    frequencies = base ** -(np.arange(0, arch.head_dim, 2, dtype=np.float64) / arch.head_dim)
+    size = arch.rotary_size or arch.head_dim
+    frequencies = base ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     return (frequencies if scaling is None else scaling.scaled(frequencies)).astype(np.float32)
 
 
 def rotate(x: jax.Array, rotation: KeyValue) -> jax.Array:
-    """Applies the rotary embedding to [B, T, heads, H]; dimension i is paired with i + H // 2."""
+    """Applies the rotary embedding to the first R of [B, T, heads, H]; dimension i is paired with i + R // 2."""
     cosine, sine = (part[:, :, None] for part in rotation)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    half = cosine.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = [first * cosine - second * sine, second * cosine + first * sine]
+    return jnp.concatenate([*rotated, rest] if rest.shape[-1] else rotated, axis=-1)

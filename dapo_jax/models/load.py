@@ -1,20 +1,24 @@
 """Host: parameters from the safetensors files of a Hugging Face model directory, checked, one leaf at a time."""
 
 import gc
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dapo_jax.data.model_files import read_object, unreadable
+from dapo_jax.data.model_files import read_if_there, read_object, unreadable
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.hf_architecture import model_directory
+from dapo_jax.models.hf_architecture import model_directory, text_part
 from dapo_jax.models.weights import Weight, unflatten, weight_table
+
+logger = logging.getLogger(__name__)
 
 Place = Callable[[Weight, np.ndarray], jax.Array]
 MAX_PROBLEMS = 10
@@ -22,6 +26,15 @@ ROWS = 4096  # of a table, compared at once
 DTYPES = ("F32", "F16", "BF16")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # written by old versions of transformers; derived, not a weight
+TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+VISION = tuple(f"{start}{part}." for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+
+
+class _Tensor(NamedTuple):
+    """A tensor in an open file."""
+
+    file: Any
+    stored: str  # its name there
 
 
 def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
@@ -37,23 +50,41 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
             than DTYPES, up to ten together; or a tensor with a value that is not finite.
     """
     directory = model_directory(path)
-    files: dict[str, Any] = {}  # of each tensor
-    problems = []
+    raw = read_if_there(directory / "config.json")
+    hf = text_part(raw)
+    takes_images, after = hf is not raw, hf.get("num_nextn_predict_layers", 0)
+    without = dict.fromkeys(VISION, "images") if takes_images else {}
+    without |= {
+        f"model.layers.{arch.num_layers + i}.": "layers that predict tokens after the next" for i in range(after)
+    }
+    tensors: dict[str, _Tensor] = {}
+    problems, left_out = [], Counter[str]()
     with ExitStack() as stack:
         for weights in _weight_files(directory):
             file = stack.enter_context(_open(weights))
-            for name in file.keys():
-                if not name.endswith(ROTARY_BUFFER):
-                    problems += [f"tensor {name} is in more than one file"] if name in files else []
-                    files[name] = file
-        problems += _mismatches({name: file.get_slice(name) for name, file in files.items()}, arch)
+            for stored in file.keys():
+                name = text_name(stored) if takes_images else stored
+                if part := next((part for start, part in without.items() if name.startswith(start)), ""):
+                    left_out[part] += 1
+                if part or name.endswith(ROTARY_BUFFER):
+                    continue
+                problems += [f"tensor {name} is in more than one file"] if name in tensors else []
+                tensors[name] = _Tensor(file, stored)
+        problems += _mismatches({name: one.file.get_slice(one.stored) for name, one in tensors.items()}, arch)
         if problems:
             more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
             raise InputError(
                 f"{directory} must hold the weights of the model that it describes (take both from one download): "
                 + "; ".join(problems[:MAX_PROBLEMS] + more)
             )
-        return unflatten(_placed_leaves(directory, arch, files, place))
+        for part, count in left_out.items():
+            logger.info("%s: %d tensors of %s are not read", directory, count, part)
+        return unflatten(_placed_leaves(directory, arch, tensors, place))
+
+
+def text_name(stored: str) -> str:
+    """The name in a language model of a tensor of a model that also takes images."""
+    return next((name + stored.removeprefix(start) for start, name in TEXT.items() if stored.startswith(start)), stored)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -120,19 +151,19 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _placed_leaves(
-    directory: Path, arch: Architecture, files: Mapping[str, Any], place: Place
+    directory: Path, arch: Architecture, tensors: Mapping[str, _Tensor], place: Place
 ) -> Iterator[tuple[Weight, jax.Array]]:
     for weight in weight_table(arch):
-        placed = jax.block_until_ready(place(weight, _read_leaf(directory, weight, files)))
+        placed = jax.block_until_ready(place(weight, _read_leaf(directory, weight, tensors)))
         gc.collect(generation=0)  # only this makes JAX free its copy on the host
         yield weight, placed
 
 
-def _read_leaf(directory: Path, weight: Weight, files: Mapping[str, Any]) -> np.ndarray:
+def _read_leaf(directory: Path, weight: Weight, tensors: Mapping[str, _Tensor]) -> np.ndarray:
     leaf = np.empty(weight.shape, np.float32)
     stored_shape = weight.hf_shape[::-1] if weight.transposed else weight.hf_shape
     for part, name in zip(leaf.reshape(-1, *stored_shape), weight.tensors, strict=True):
-        tensor = files[name].get_tensor(name)
+        tensor = tensors[name].file.get_tensor(tensors[name].stored)
         part[...] = tensor.T if weight.transposed else tensor
         if not np.isfinite(part).all():
             raise InputError(

@@ -26,6 +26,7 @@ TARGETS = {
     "up_proj": "up",
     "down_proj": "down",
 }
+SHARED = "shared_"  # begins our names of the projections of a network that all tokens share, next to experts
 ALL_LINEAR = "all-linear"  # every matrix of TARGETS that the model has
 A, B = "_lora_a", "_lora_b"
 
@@ -46,7 +47,9 @@ class Lora:
 
 def present_targets(arch: Architecture) -> tuple[str, ...]:
     """The names of TARGETS that some layer has: a model whose feed-forward networks are all experts has four."""
-    return tuple(target for target, name in TARGETS.items() if arch.layers_with(name))
+    return tuple(
+        target for target, name in TARGETS.items() if arch.layers_with(name) or arch.layers_with(SHARED + name)
+    )
 
 
 def adapter_table(arch: Architecture, lora: Lora) -> list[Weight]:
@@ -56,7 +59,8 @@ def adapter_table(arch: Architecture, lora: Lora) -> list[Weight]:
 
 def _targets(arch: Architecture, lora: Lora) -> Iterator[Weight]:
     names = {TARGETS[target] for target in lora.targets}
-    return (weight for weight in weight_table(arch) if weight.stacked and weight.path[1] in names)
+    table = (weight for weight in weight_table(arch) if weight.stacked)
+    return (weight for weight in table if weight.path[1].removeprefix(SHARED) in names)
 
 
 def _adapters(weight: Weight, rank: int) -> tuple[Weight, Weight]:
@@ -142,8 +146,8 @@ def adapted(subscripts: str, x: jax.Array, layer: dict[str, Any], name: str) -> 
 def merged(base: dict[str, Any], adapters: dict[str, Any], lora: Lora) -> dict[str, Any]:
     """`base` with scale * A B added to each target, in float32 and then in the base's dtype, without adapters."""
     layers = dict(base["layers"])
-    for target in lora.targets:
-        name = TARGETS[target]
+    names = [prefix + TARGETS[target] for target in lora.targets for prefix in ("", SHARED)]
+    for name in (name for name in names if name + A in adapters["layers"]):
         a, b = adapters["layers"][name + A], adapters["layers"][name + B]
         inputs, outputs = string.ascii_lowercase[: a.ndim - 2], string.ascii_uppercase[: b.ndim - 2]
         change = jnp.einsum(f"z{inputs}y,zy{outputs}->z{inputs}{outputs}", a, b, precision="highest") * lora.scale

@@ -109,13 +109,19 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
     return grown(1.0)
 
 
-def rope_problems(rope: Mapping[str, Any], max_position_embeddings: Any) -> list[str]:
-    """What is wrong with, or not supported of, a `rope_scaling` or `rope_parameters`."""
+def rope_problems(rope: Mapping[str, Any], max_position_embeddings: Any, *, partial: bool = False) -> list[str]:
+    """What is wrong with, or not supported of, a `rope_scaling` or `rope_parameters`.
+
+    Args:
+        partial: whether a part of a head's numbers may carry positions.
+    """
     name = rope_type(rope)
     if name != "default" and name not in SCALINGS:
         return [f"rope_type={name!r}: only {sorted(('default', *SCALINGS))} are supported"]
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return [f"partial_rotary_factor={rope['partial_rotary_factor']}: only 1.0 is supported"]
+    share = rope.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not (partial and is_positive_number(share) and share < 1):
+        rule = "must be above 0 and at most 1" if partial else "only 1.0 is supported in this family"
+        return [f"partial_rotary_factor={share}: {rule}"]
     theta = rope.get("rope_theta", 1.0)
     problems = [] if is_positive_number(theta) else [f"rope_theta={theta!r}: must be a positive number"]
     given = dict(rope)

@@ -62,7 +62,7 @@ def forward_bins(
         The hidden states, and the counts of the real tokens, stacked over the layers with experts; None without.
     """
     rotations = rotary(bins.positions, arch)
-    attends = {kind: kernel.attend(bins, scores_of(kind, arch)) for kind in arch.pattern}
+    attends = {kind: kernel.attend(bins, scores_of(kind, arch)) for kind in arch.kinds}
     layers = params["layers"]
     if bins.experts is not None:
         layers = {**layers, REPLAYED: jnp.moveaxis(bins.experts, 2, 0)}

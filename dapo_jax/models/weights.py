@@ -7,11 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 
 from dapo_jax.models.architecture import Architecture, Experts
 from dapo_jax.parallel.sharding import TRAIN_RULES, Rules, weight_sharding
+
+UNTRAINED = ("router_bias",)  # leaves that no update changes
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,14 @@ class Weight:
         """True for the operands of matrix products that may be kept in bfloat16: all but routers'."""
         return self.initializer == "normal" and self.path[-1] != "router"
 
+    def stored_dtype(self, dtype: Any) -> np.dtype:
+        """Of its tensors in a file of this dtype: what is added to scores stays float32, so that choices stay."""
+        return np.dtype(np.float32 if self.path[-1] in UNTRAINED else dtype)
+
     @property
     def num_experts(self) -> int:
         """E of a leaf with the weights of all experts, else 0."""
-        return self.shape[1] if "expert" in self.axes and self.path[-1] != "router" else 0
+        return self.shape[1] if "expert" in self.axes else 0
 
     @property
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -75,9 +82,11 @@ def weight_table(arch: Architecture) -> list[Weight]:
     table = [Weight(("embedding",), (V, D), ("vocab", "embed"), "normal", "model.embed_tokens.weight", (V, D))]
     table += _attention(arch)
     if arch.layers_with("gate"):
-        table += _feed_forward(arch)
+        table += _feed_forward(arch, arch.intermediate_size)
     if arch.experts is not None:
         table += _experts(arch, arch.experts)
+        if size := arch.experts.shared_size:
+            table += _feed_forward(arch, size, "shared_", "mlp.shared_experts.")
     if arch.norms != "before":
         table.append(_norm(arch, "mlp_out_norm", "post_feedforward_layernorm.weight"))
     table.append(Weight(("final_norm",), (D,), ("norm",), _unit(arch), "model.norm.weight", (D,)))
@@ -116,22 +125,25 @@ def _attention(arch: Architecture) -> list[Weight]:
     return table
 
 
-def _feed_forward(arch: Architecture) -> list[Weight]:
-    D, F = arch.hidden_size, arch.intermediate_size
+def _feed_forward(arch: Architecture, F: int, prefix: str = "", hf_prefix: str = "mlp.") -> list[Weight]:
+    D = arch.hidden_size
     shapes = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
     sizes, table = {"embed": D, "mlp": F}, []
     for name, (inputs, outputs) in shapes.items():
-        shape, hf_name = (sizes[inputs], sizes[outputs]), f"mlp.{name}_proj"
-        table.append(_projection(arch, name, shape, (inputs, outputs), f"{hf_name}.weight", shape[0]))
+        shape, hf_name = (sizes[inputs], sizes[outputs]), f"{hf_prefix}{name}_proj"
+        table.append(_projection(arch, prefix + name, shape, (inputs, outputs), f"{hf_name}.weight", shape[0]))
         if arch.mlp_bias:
             axes = ("mlp",) if outputs == "mlp" else ("norm",)
-            table.append(_layer(arch, f"{name}_bias", shape[1:], axes, f"{hf_name}.bias", shape[1:], "zeros"))
+            table.append(_layer(arch, f"{prefix}{name}_bias", shape[1:], axes, f"{hf_name}.bias", shape[1:], "zeros"))
     return table
 
 
 def _experts(arch: Architecture, experts: Experts) -> list[Weight]:
     D, E, F = arch.hidden_size, experts.number, experts.intermediate_size
     table = [_projection(arch, "router", (D, E), ("embed", "router"), "mlp.gate.weight", D)]
+    if experts.biased:
+        hf_name = "mlp.gate.e_score_correction_bias"
+        table.append(_layer(arch, "router_bias", (E,), ("router",), hf_name, (E,), "zeros"))
     for name, inputs, outputs in (("gate", D, F), ("up", D, F), ("down", F, D)):
         axes = ("expert", "embed", "expert_mlp") if name != "down" else ("expert", "expert_mlp", "embed")
         hf_name = f"mlp.experts.{{expert}}.{name}_proj.weight"

@@ -62,7 +62,7 @@ def write_safetensors(
             _whole(leaves[weight.path])
         return
     directory, dtype = Path(directory), np.dtype(dtype)
-    shards = _deal_out(table, dtype.itemsize, max_shard_bytes)
+    shards = _deal_out(table, dtype, max_shard_bytes)
     files = [f"{name}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [f"{name}.safetensors"]
     tensors = _tensors(table, leaves, dtype, on_tensor)
@@ -71,18 +71,18 @@ def write_safetensors(
             save_file(dict(zip(shard, tensors, strict=False)), path, metadata=METADATA)
     if len(shards) > 1:
         weight_map = {tensor: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
-        total = sum(math.prod(weight.shape) for weight in table) * dtype.itemsize
+        total = sum(math.prod(weight.shape) * weight.stored_dtype(dtype).itemsize for weight in table)
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
         with _whole_file(directory / f"{name}.safetensors.index.json") as path:
             path.write_text(index, encoding="utf-8")
 
 
-def _deal_out(table: Sequence[Weight], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+def _deal_out(table: Sequence[Weight], dtype: np.dtype, max_shard_bytes: int) -> list[list[str]]:
     """The tensor names of each file, in the order of the table."""
     shards: list[list[str]] = [[]]
     filled = 0
     for weight in table:
-        size = math.prod(weight.hf_shape) * itemsize
+        size = math.prod(weight.hf_shape) * weight.stored_dtype(dtype).itemsize
         for tensor in weight.tensors:
             if shards[-1] and filled + size > max_shard_bytes:
                 shards.append([])
@@ -100,7 +100,7 @@ def _tensors(
 ) -> Iterator[np.ndarray]:
     """The tensors of all files, in the order of the table."""
     for weight in table:
-        for tensor in _as_stored(weight, _whole(leaves[weight.path]), dtype):
+        for tensor in _as_stored(weight, _whole(leaves[weight.path]), weight.stored_dtype(dtype)):
             yield tensor
             on_tensor(tensor.nbytes)
 
@@ -150,10 +150,14 @@ def _of_weights(arch: Architecture, family: Family, dtype: str) -> dict[str, Any
         "rope_parameters": rope,
     }
     if family.local_theta:
-        thetas = [kind.theta for kind in arch.pattern if kind.window is not None]
+        thetas = [kind.theta for kind in arch.kinds if kind.window is not None]
         local = next((theta for theta in thetas if theta is not None), arch.rope_theta)
         config["rope_parameters"] = {FULL: rope, SLIDING: {"rope_theta": local, "rope_type": "default"}}
         config |= {} if family.local_theta == "rope_theta" else {family.local_theta: local}
-    if arch.experts is not None:
+    if "num_nextn_predict_layers" in family.defaults:
+        config["num_nextn_predict_layers"] = 0  # those layers are not read
+    if arch.rotary_size:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = arch.rotary_size / arch.head_dim
+    if arch.experts is not None and "n_routed_experts" not in family.defaults:
         config |= dict.fromkeys(("num_experts", "num_local_experts"), arch.experts.number)
     return config

@@ -40,25 +40,31 @@ def _layers(arch, family):
         config["sliding_window"] = arch.window or default
     if family.window == "switched":
         config["use_sliding_window"] = arch.window is not None
-    if family.window in ("switched", "typed") or len({kind.window for kind in arch.pattern}) > 1:
+    if family.window in ("switched", "typed") or len({kind.window for kind in arch.kinds}) > 1:
         config["layer_types"] = [FULL if kind.window is None else SLIDING for kind in arch.layers]
     if family.leaves_out_rotary:
         config["no_rope_layers"] = [int(kind.rotary) for kind in arch.layers]
-    if arch.experts is not None:
+    if (experts := arch.experts) is not None:
         config |= {
-            "num_experts_per_tok": arch.experts.per_token,
-            "moe_intermediate_size": arch.experts.intermediate_size,
-            "norm_topk_prob": arch.experts.normalized,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [number for number, kind in enumerate(arch.layers) if not kind.experts],
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.intermediate_size,
+            "norm_topk_prob": experts.normalized,
         }
+        dense = [number for number, kind in enumerate(arch.layers) if not kind.experts]
+        if experts.biased:
+            config |= {"n_routed_experts": experts.number, "routed_scaling_factor": experts.scale}
+            config |= {"n_shared_experts": experts.shared_size // experts.intermediate_size}
+            config |= {"first_k_dense_replace": len(dense), "n_group": 1, "topk_group": 1}
+        else:
+            config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     return config
 
 
 def _of_family(arch, family):
     """The keys that only some families have."""
     config = {activation_key(family): next(hf for hf, ours in ACTIVATIONS.items() if ours == arch.activation)}
-    config |= {"attention_bias": arch.output_bias} if "attention_bias" in family.biases else {}
+    config |= {"attention_bias": arch.qkv_bias} if "attention_bias" in family.biases else {}
+    config |= {"use_qk_norm": bool(arch.qk_norm)} if "use_qk_norm" in family.defaults else {}
     config |= {"mlp_bias": arch.mlp_bias} if "mlp_bias" in family.biases else {}
     if "query_pre_attn_scalar" in family.defaults:
         config["query_pre_attn_scalar"] = round(arch.head_dim / arch.query_scale**2)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dapo_jax.models.architecture import Experts
 from dapo_jax.models.experts import (
     RoutingCounts,
     expert_feed_forward,
@@ -18,6 +19,7 @@ from dapo_jax.models.experts import (
 from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
 
 B, T, D, F, E, K = 4, 12, 24, 40, 6, 2
+SCALE = 1.5
 
 
 def draw(seed=0, dtype=jnp.float32):
@@ -40,21 +42,27 @@ def some_choices():
     return replayed
 
 
-def dense(x, router, gate, up, down, *, normalized, replayed):
-    """Every expert for every token."""
+def dense(x, router, gate, up, down, *, normalized, replayed, biases=None):
+    """Every expert for every token; with `biases`, scores of each alone, which they are added to for the choice."""
     product = functools.partial(jnp.einsum, precision="highest")
-    probabilities = jax.nn.softmax(product("btd,de->bte", x, router))
-    chosen = jnp.argsort(-probabilities, axis=-1)[..., :K]  # stable: the first of equals
+    logits = product("btd,de->bte", x, router)
+    scores = jax.nn.softmax(logits) if biases is None else jax.nn.sigmoid(logits)
+    by = scores if biases is None else scores + biases
+    chosen = jnp.argsort(-by, axis=-1)[..., :K]  # stable: the first of equals
     chosen = jnp.where((replayed < 0).any(axis=-1, keepdims=True), chosen, replayed)
-    weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
     weights = jnp.where(normalized, weights / weights.sum(axis=-1, keepdims=True), weights)
+    weights = weights if biases is None else weights * SCALE
     weights = jnp.sum(jnp.where(chosen[..., None] == jnp.arange(E), weights[..., None], 0), axis=2)
     hidden = jax.nn.silu(product("btd,edf->btef", x, gate)) * product("btd,edf->btef", x, up)
     return product("bte,btef,efd->btd", weights, hidden, down)
 
 
-def sparse(*operands, normalized=True, replayed=None):
-    return expert_feed_forward(*operands, experts_per_token=K, normalized=normalized, replayed=replayed)
+def sparse(*operands, normalized=True, replayed=None, biases=None):
+    experts = Experts(E, K, F, normalized)
+    if biases is not None:
+        experts = dataclasses.replace(experts, scores="sigmoid", biased=True, scale=SCALE)
+    return expert_feed_forward(*operands, experts=experts, bias=biases, replayed=replayed)
 
 
 def values_and_routing(operands, cotangent, **settings):
@@ -73,8 +81,8 @@ def run(operands, *, normalized=True, **replayed):
 
 
 @jax.jit
-def dense_values(operands, cotangent, normalized, replayed):
-    function = functools.partial(dense, normalized=normalized, replayed=replayed)
+def dense_values(operands, cotangent, normalized, replayed, biases):
+    function = functools.partial(dense, normalized=normalized, replayed=replayed, biases=biases)
     result, pull_back = jax.vjp(function, *operands)
     return result, *pull_back(cotangent)
 
@@ -89,7 +97,7 @@ def check(operands, *, normalized=True, **replayed):
     """Result and gradients are those of `dense`; the routing."""
     found, routing = run(operands, normalized=normalized, **replayed)
     choices = replayed.get("replayed", np.full((B, T, K), -1, np.int32))
-    assert_close(found, dense_values(operands, COTANGENT, normalized, choices))
+    assert_close(found, dense_values(operands, COTANGENT, normalized, choices, replayed.get("biases")))
     return routing
 
 
@@ -100,6 +108,17 @@ def test_equals_dense_experts_with_weights_of_the_own_or_of_replayed_choices(nor
     recorded = (replayed >= 0).all(axis=-1, keepdims=True)
     np.testing.assert_array_equal(routing.own, plain.chosen)
     np.testing.assert_array_equal(routing.chosen, np.where(recorded, replayed, plain.chosen))
+
+
+def test_biases_change_the_choice_and_no_weight_and_have_no_gradient():
+    operands, biases = draw(), np.linspace(-1, 1, E).astype(np.float32)
+    routing, without = check(operands, biases=biases), check(operands, biases=np.zeros_like(biases))
+    assert (routing.chosen[..., 0] == E - 1).mean() > (without.chosen[..., 0] == E - 1).mean()
+    np.testing.assert_allclose(routing.probabilities.sum(axis=-1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(routing.probabilities, without.probabilities)
+    check(operands, biases=biases, replayed=some_choices())
+    of_biases = jax.jit(jax.grad(lambda biases: sparse(*operands, biases=biases)[0].sum()))(biases)
+    assert not of_biases.any()
 
 
 def test_equal_probabilities_choose_the_first_experts():

@@ -24,8 +24,8 @@ def architecture(family, **changes):
     """One in which no value is the default of Hugging Face or of `Architecture`, nor can be had from another."""
     sizes = {"vocab_size": 96, "intermediate_size": 72, "num_heads": 6, "rope_theta": 5000.0, "rms_norm_eps": 0.125}
     arch = dataclasses.replace(shapes.ARCH, family=family, **sizes, **FAMILIES[family].traits, initializer_range=0.25)
-    if FAMILIES[family].experts:
-        arch = dataclasses.replace(arch, experts=EXPERTS, pattern=(Layer(experts=True),))
+    if (fixed := FAMILIES[family].experts) is not None:
+        arch = dataclasses.replace(arch, experts=dataclasses.replace(EXPERTS, **fixed), pattern=(Layer(experts=True),))
     return dataclasses.replace(arch, **changes)
 
 
@@ -39,6 +39,16 @@ ARCHITECTURES = {
     "qwen3_window": architecture("qwen3", pattern=(ALL, SOME), rope_scaling=LinearRopeScaling(2.0)),
     "qwen3_yarn": architecture("qwen3", rope_scaling=YarnRopeScaling(4.0, 32, 1.25, 16.0, 2.0, False)),
     "qwen3_moe_some": architecture("qwen3_moe", experts=EXPERTS, pattern=(ALL, Layer(experts=True))),
+    "glm4_moe": architecture(
+        "glm4_moe",
+        num_layers=3,
+        experts=dataclasses.replace(EXPERTS, scores="sigmoid", biased=True, scale=1.5, shared_size=48),
+        first=(ALL,),
+        pattern=(Layer(experts=True),),
+        qkv_bias=True,
+        qk_norm="head",
+        rotary_size=4,
+    ),
     "smollm3_nope": architecture("smollm3", pattern=(ALL, Layer(rotary=False))),
     "olmo3_yarn": architecture("olmo3", pattern=(LOCAL, ALL), rope_scaling=YarnRopeScaling(4.0, 32, 1.25)),
     "gemma2_caps": architecture("gemma2", pattern=(SOME, ALL), attention_cap=20.0, logit_cap=10.0, query_scale=0.5),
@@ -64,11 +74,11 @@ def test_a_config_for_weights_of_ours_says_the_same_in_both_spellings(path):
     assert not stale.keys() & found.keys()
     assert found["torch_dtype"] == found["dtype"] == "bfloat16"
     assert found["tie_word_embeddings"] == arch.tie_embeddings
-    unchanged = original.keys() - {"torch_dtype", "dtype"}
+    unchanged = original.keys() - {"torch_dtype", "dtype", "num_nextn_predict_layers"}
     assert {key: found[key] for key in unchanged} == {key: original[key] for key in unchanged}
     for spelling in (["rope_parameters"], ["rope_theta", "rope_scaling", "rope_local_base_freq"]):
         assert architecture_from_hf({key: value for key, value in found.items() if key not in spelling}) == arch
-    if arch.experts is not None:
+    if arch.experts is not None and not arch.experts.biased:
         assert found["num_experts"] == found["num_local_experts"] == arch.experts.number
 
 
