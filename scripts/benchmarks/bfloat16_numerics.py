@@ -73,7 +73,11 @@ SMALL = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "n_routed_experts"), 8),
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
 
 
 def random_model(name: str) -> tuple[Architecture, Any]:
@@ -82,7 +86,7 @@ def random_model(name: str) -> tuple[Architecture, Any]:
     config = {**SMALL, "architectures": [family.architecture_name(False)], "model_type": name}
     config |= {"num_hidden_layers": max(family.full_every, 4 if family.leaves_out_rotary else 2)}
     config |= {"sliding_window": 32 if family.window in ("all", "typed") else None}
-    arch = architecture_from_hf(config | (EXPERTS if family.experts else {}))
+    arch = architecture_from_hf(config | ({} if family.experts is None else EXPERTS))
     rng = np.random.default_rng(11)
     drawn = {weight: rng.normal(0, 0.06, weight.shape) for weight in weight_table(arch)}
     norms = {weight: np.ones(weight.shape) for weight in drawn if weight.initializer == "ones"}

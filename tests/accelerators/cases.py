@@ -48,6 +48,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SIZES = {  # of a family, where they are not Llama's
     "qwen3": {"head_dim": 128},
     "qwen3_moe": EXPERTS,
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "partial_rotary_factor": 0.5, "use_qk_norm": True},
     "smollm3": {"num_hidden_layers": 4},
     "olmo3": {**WINDOW, "num_hidden_layers": 4, "rope_scaling": YARN},
     "gemma2": GEMMA,
