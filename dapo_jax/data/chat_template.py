@@ -173,7 +173,8 @@ def _warn_of_unread(template: str, names: frozenset[str]) -> None:
     """Says so once for a template and the same names."""
     if names:
         logger.warning(
-            "a chat template never reads %s, given by data.chat_template_kwargs or a row's columns tools and "
-            "chat_template_kwargs, so it changes nothing: correct the name or leave it out",
+            "a chat template never reads %s, given by data.chat_template_kwargs, a row's columns tools and "
+            "chat_template_kwargs, or the tools of environment, so it changes nothing: correct the name or leave it "
+            "out, and tell the model of tools in its prompts",
             ", ".join(sorted(names)),
         )

@@ -220,7 +220,7 @@ def _writer(tokenizer: Tokenizer, output: Path, known: dict[str, Any]) -> Receiv
                     scores = {name: float(values[group, sample]) for name, values in experience.scores.items()}
                     line = {
                         **known,
-                        "task": task.options.name or row.data_source,
+                        "task": task.name_of(row),
                         "row": index + 1,
                         "sample": sample,
                         "prompt": prompt,

@@ -35,6 +35,10 @@ class TaskSet:
     options: TaskOptions
     prompts: PromptSet
 
+    def name_of(self, row: PromptRow) -> str:
+        """The name of a row's metrics."""
+        return self.options.name or row.task or row.data_source
+
     @cached_property
     def by_name(self) -> list[tuple[str, list[list[int]]]]:
         """Metric names, each with its problems: for every distinct prompt, the indices of its rows.
@@ -43,7 +47,7 @@ class TaskSet:
         """
         names: dict[str, dict[tuple[str, str], list[int]]] = {}
         for index, row in enumerate(self.prompts.rows):
-            problems = names.setdefault(self.options.name or row.task or row.data_source, {})
+            problems = names.setdefault(self.name_of(row), {})
             problems.setdefault(row.identity, []).append(index)
         return [(name, list(names[name].values())) for name in sorted(names)]
 
