@@ -50,10 +50,12 @@ setup(
         "gcs": ["etils[epath-gcs]>=1.14", "google-cloud-storage>=2.19"],  # gs:// addresses; Orbax deletes by the second
         "judge": ["httpx>=0.27"],  # a language model as verifier
         "reasoning-gym": ["reasoning-gym>=0.1.25"],
+        "gymnasium": ["gymnasium>=1.0"],  # configs/frozen_lake.py
         "wandb": ["wandb>=0.19"],
         "plots": ["matplotlib>=3.8"],
         "test": [
             "build>=1.2",
+            "gymnasium>=1.0",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

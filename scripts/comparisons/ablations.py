@@ -109,9 +109,23 @@ LONGER_QUICKSTART = {  # the recipe until it was made to fit five minutes
     "trainer.test_freq": "19",
     "trainer.save_freq": "19",
 }
+
+
+def boards_of(size: str) -> Options:
+    """FrozenLake on boards of a size."""
+    splits = {"train_files": "train", "val_files": "heldout"}
+    return {f"data.{option}": f"('data/frozen_lake/{size}/{split}.jsonl',)" for option, split in splits.items()}
+
+
 TEACHER = {"algorithm.distillation.path": "runs/quickstart"}  # bash scripts/quickstart.sh trains it
 COMPARISONS = {
     "quickstart": Comparison("configs/quickstart.py", {"DAPO": {}}),
+    "calculator": Comparison(  # python configs/calculator.py writes the sums
+        "configs/calculator.py", {"with the calculator": {}, "without": {"environment.path": ""}}
+    ),
+    "frozen_lake": Comparison(  # python configs/frozen_lake.py writes the boards
+        "configs/frozen_lake.py", {size: boards_of(size) for size in ("2x2", "3x3")}
+    ),
     "distillation": Comparison(  # accuracy against tokens: a teacher's word on each token, or a verdict on each answer
         "configs/quickstart.py",
         {

@@ -95,10 +95,12 @@ def folder_of(runs: Path, options: Sequence[str]) -> Path:
     """Where the runs of a config are kept, one folder per seed: the same for equal configs, however they are written.
 
     What has its default does not count, so that a key that is new leaves old runs what they are; nor does the folder
-    that the model's file lies in.
+    that the model's file or the environment's lies in.
     """
     config = dataclasses.replace(read_config(["run_ablation", *options]), seed=0, workdir="")
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=Path(config.model.path).name))
+    for section in ("model", "environment"):
+        found = getattr(config, section)
+        config = dataclasses.replace(config, **{section: dataclasses.replace(found, path=Path(found.path).name)})
     given = flatten(dataclasses.asdict(config))
     default = flatten(dataclasses.asdict(freeze(default_config())))
     changed = {key: value for key, value in given.items() if value != default[key]}

@@ -72,6 +72,8 @@ def test_equal_configs_share_their_runs():
     model = Path(configured("dapo", "+ dynamic sampling").model.path).name
     same = ["--config.seed=3", "--config.workdir=elsewhere", f"--config.model.path=elsewhere/{model}"]
     assert whole == changed(*same)
+    elsewhere = "--config.environment.path=elsewhere/calculator.py:Calculator"
+    assert folder_of("calculator", "with the calculator") == folder_of("calculator", "with the calculator", elsewhere)
     assert whole not in (changed("--config.rollout.top_p=0.9"), changed("--config.model.path=another"))
 
 
