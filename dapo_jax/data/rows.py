@@ -19,6 +19,7 @@ class PromptRow:
     template_kwargs: dict = field(default_factory=dict)  # more variables for the chat template, such as tools
     file: int = field(default=0, compare=False)  # its place in data.train_files
     task: str = field(default="", compare=False)  # names its metrics instead of data_source
+    played: bool = False  # an environment reads its columns
 
     @property
     def columns(self) -> dict:
@@ -45,8 +46,13 @@ class PromptRow:
     @property
     def identity(self) -> tuple[str, str]:
         """Equal only for rows with the same prompt and ground truth."""
+        return self.asked, json.dumps(self.ground_truth, sort_keys=True)
+
+    @property
+    def asked(self) -> str:
+        """Equal only for rows with the same prompt, and the same columns if an environment reads them."""
         prompt = prompt_identity(self.prompt, self.template_kwargs)
-        return prompt, json.dumps(self.ground_truth, sort_keys=True)
+        return json.dumps([prompt, self.extra_info], sort_keys=True, default=repr) if self.played else prompt
 
 
 def prompt_identity(prompt: tuple[dict, ...] | str, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:

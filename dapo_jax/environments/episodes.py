@@ -40,7 +40,7 @@ def name_of(row: PromptRow, names: Collection[str]) -> str:
 
 
 def told(rows: Iterable[PromptRow], descriptions: Mapping[str, Description]) -> list[PromptRow]:
-    """The rows with the name of their environment, if it has one, as that of their metrics, and with its tools.
+    """The rows as played, with the name of their environment, if it has one, as that of their metrics, and its tools.
 
     Tools are variables of the chat template; prompts of plain text have none.
     """
@@ -49,7 +49,7 @@ def told(rows: Iterable[PromptRow], descriptions: Mapping[str, Description]) -> 
         name = name_of(row, descriptions)
         tools = {} if isinstance(row.prompt, str) else {"tools": descriptions[name].tools}
         kwargs = {**tools, **row.template_kwargs} if descriptions[name].tools else row.template_kwargs
-        found.append(replace(row, task=name, template_kwargs=kwargs))
+        found.append(replace(row, task=name, template_kwargs=kwargs, played=True))
     return found
 
 

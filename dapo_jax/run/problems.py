@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.data.arithmetic import arithmetic_rows
 from dapo_jax.data.prompts import PromptOrder, PromptSet, tokenize_prompts
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
-from dapo_jax.data.rows import PromptRow, prompt_identity
+from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.environments.episodes import told
 from dapo_jax.environments.protocol import Description
@@ -83,12 +82,12 @@ def read_problems(
     tokenizer: Tokenizer,
     *,
     training: bool = True,
-    environments: Mapping[str, Description] = MappingProxyType({"": Description()}),
+    environments: Mapping[str, Description] | None = None,
 ) -> Problems:
     """The tokenized problems to train on (none without `training`) and the task sets to evaluate on.
 
     Args:
-        environments: those that rows may name.
+        environments: those that rows may name; None = responses are one turn.
     """
     data, function = config.data, given_function(config.reward)
     held_out = held_out_options(data, config.evaluate, config.reward)
@@ -96,10 +95,11 @@ def read_problems(
     if function == "auto" and data.task == "reasoning_gym":
         function = "reasoning_gym"  # whatever other problems have
     train_rows, eval_rows = _read_rows(data, held_out, config.seed, training=training)
-    train_rows = told(train_rows, environments)
     sets = {dataclasses.replace(held_out, reward_function=function): eval_rows}
     sets |= {task: task.read() for task in tasks}
-    sets = {task: told(rows, environments) for task, rows in sets.items()}
+    if environments is not None:
+        train_rows = told(train_rows, environments)
+        sets = {task: told(rows, environments) for task, rows in sets.items()}
     sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
     auto = _stands_for_auto([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
 
@@ -196,7 +196,7 @@ def _warn_of_data(data: DataConfig, problems: Problems) -> None:
                 which,
                 f"the {wanted} that {named} takes of it" if which else named,
             )
-    trained = {prompt_identity(row.prompt) for row in train_set.rows} if task_sets else set()
+    trained = {row.asked for row in train_set.rows} if task_sets else set()
     for task in task_sets:
         for name, rows in task.by_name:
             fewest = min(map(len, rows))
@@ -209,7 +209,7 @@ def _warn_of_data(data: DataConfig, problems: Problems) -> None:
                     len(more) - 1,
                     fewest * task.options.n,
                 )
-        shared = sum(prompt_identity(row.prompt) in trained for row in task.prompts.rows)
+        shared = sum(row.asked in trained for row in task.prompts.rows)
         if shared:
             logger.warning(
                 "%d of %d prompts of %s are also trained on: their accuracy does not measure generalization; "

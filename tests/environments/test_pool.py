@@ -8,9 +8,9 @@ import pytest
 from dapo_jax.config.sections import EnvironmentConfig
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.environments import episodes
-from dapo_jax.environments.episodes import Earned, columns_of, seed_of, try_on
+from dapo_jax.environments.episodes import Earned, columns_of, seed_of, told, try_on
 from dapo_jax.environments.pool import EnvironmentPool
-from dapo_jax.environments.protocol import Fault, Reply
+from dapo_jax.environments.protocol import Description, Fault, Reply
 from dapo_jax.environments.tool_formats import Call, calls_in, format_of
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.session import keep
@@ -244,3 +244,10 @@ def test_an_episode_earns_its_last_reward_or_their_sum():
             earned.take(reply)
         assert earned.verdict == {"score": score, "acc": 0.0, "steps": 2.0, "num_turns": 2.0}
     assert Earned(False).verdict == {"score": 0.0, "acc": 0.0, "num_turns": 0.0}
+
+
+def test_rows_that_differ_only_in_what_reset_is_given_are_different_problems():
+    rows = [PromptRow(ROW.prompt, "games", None, {"size": size}) for size in (2, 3, 2)]
+    assert len({row.identity for row in rows}) == 1, "nothing reads the column"
+    first, *others = told(rows, {"": Description()})
+    assert [row.identity == first.identity for row in others] == [False, True]
