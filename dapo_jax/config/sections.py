@@ -285,6 +285,7 @@ class EnvironmentConfig:
     tools: tuple[str, ...] = ()  # functions without state that the policy may call, each FILE.py:FUNCTION
     arguments: str = "{}"  # of the class's constructor, by NAME if there are several: dict or JSON object
     max_turns: Positive[int] = 8  # of the policy, after which an episode ends
+    max_turn_length: NotNegative[int] = 0  # tokens of a turn, at which the episode ends as cut off; 0 = what is left
     max_observation_length: Positive[int] = 512  # tokens of a message of the environment; longer ones are cut
     observation_truncation: ObservationTruncation = "right"  # left | right | middle (which part is cut)
     reward: EpisodeReward = "last"  # of the steps of an episode: last | sum
@@ -295,8 +296,8 @@ class EnvironmentConfig:
     memory_limit_mb: ZeroIsNone = 4096  # MiB that an environment process may write to (Linux); 0 = none
     READS = {
         "path": "arguments reward",
-        "ENVIRONMENT": "max_turns max_observation_length observation_truncation tool_format turn_template num_workers "
-        "timeout_s memory_limit_mb",
+        "ENVIRONMENT": "max_turns max_turn_length max_observation_length observation_truncation tool_format "
+        "turn_template num_workers timeout_s memory_limit_mb",
     }
 
 

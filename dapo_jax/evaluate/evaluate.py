@@ -56,8 +56,9 @@ OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems a
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
     *("data.system_prompt", "data.chat_template_kwargs", "model.dtype", "rollout.stop"),
     *("reward.keep_special_tokens", "environment.path", "environment.tools", "environment.arguments"),
-    *("environment.max_turns", "environment.max_observation_length", "environment.observation_truncation"),
-    *("environment.reward", "environment.tool_format", "environment.turn_template"),
+    *("environment.max_turns", "environment.max_turn_length", "environment.max_observation_length"),
+    *("environment.observation_truncation", "environment.reward"),
+    *("environment.tool_format", "environment.turn_template"),
     *("evaluate.n", "evaluate.temperature", "evaluate.top_p", "evaluate.top_k"),
 )
 METRICS, GENERATIONS = "metrics.json", "generations.jsonl"  # of the command's output

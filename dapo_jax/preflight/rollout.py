@@ -151,10 +151,11 @@ class KnownLengths:
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths, self.seen = lengths, np.zeros(len(lengths), np.int64)
 
-    def add(self, chunk: int, rows: np.ndarray, starts: np.ndarray) -> None:
+    def add(self, chunk: int, rows: np.ndarray, starts: np.ndarray) -> int:
         """Takes a chunk of so many tokens."""
         real = rows >= 0
         self.seen[rows[real]] = np.maximum(self.seen[rows[real]], starts[real] + chunk)
+        return chunk
 
     def states(self, rows: np.ndarray) -> np.ndarray:
         """As `queue.Outcome`."""

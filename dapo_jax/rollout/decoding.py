@@ -21,6 +21,8 @@ from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import constrain
 from dapo_jax.rollout.sampling import Sampling, keys_of, sample, sample_of_blocks
 
+PART = 64  # of the slots: rows that may end before a chunk does, if it ends early ...
+MEANWHILE = 4  # ... and its tokens while others wait for an environment
 ROWS, HEADS = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")  # of what each row has; of keys and values
 
 
@@ -70,6 +72,7 @@ class Plan:
     windows: Any  # of layers with a window, as in queue.Seen; None = no layer has one
     runs: Any = None  # of rows with one prompt, as in queue.Together; None for stretches
     given: Any = None  # [b, C] int32, tokens that are not drawn but taken as they are, -1 = drawn; None = all are drawn
+    room: Any = None  # [b] int32, where tokens are given: after so many tokens of the chunk the row ends
 
 
 @struct.dataclass
@@ -88,6 +91,7 @@ class Chunk:
     tokens: jax.Array  # [B, C] int32, pad_id where the mask is False
     mask: jax.Array  # [B, C] bool, False after the row's end-of-sequence token
     logprobs: jax.Array  # [B, C] float32
+    count: jax.Array | None = None  # int32, of these C tokens the first ones that are anything; None = all
     # [B, C, l, k], of the tokens that were fed: each is one place before the token that was drawn from it
     experts: jax.Array | None = None
 
@@ -132,7 +136,7 @@ def prefill(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices", "limits", "block_sums"),
+    static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices", "limits", "ends_early", "block_sums"),
     donate_argnames=("held",),
 )
 def decode(
@@ -149,19 +153,21 @@ def decode(
     pad_id: int,
     choices: Choices | None = None,
     limits: bool = True,
+    ends_early: bool = False,
     block_sums: Callable[..., BlockSums] | None = None,
 ) -> tuple[Held, Chunk]:
     """Draws `num_tokens` for each of the plan's slots; finished rows draw padding.
 
     Args:
         seed, purpose, choices: as in `prefill`.
+        ends_early: fewer tokens, if a PART of the slots' rows end before, or rows that wait keep their slots meanwhile.
         limits: as in `sample`.
         block_sums: a kernel for the logits, where `limits` is False, see vocabulary_blocks_gpu.py.
     """
     idle, begins = plan.numbers < 0, plan.sources < 0
     keys = keys_of(seed, purpose, plan.numbers, plan.samples)
     tokens = jnp.where(begins, plan.first_tokens, taken(held.tokens, plan.sources))
-    finished = idle | (~begins & taken(held.finished, plan.sources))
+    finished = before = idle | (~begins & taken(held.finished, plan.sources))
     cache = held.cache.opened(plan, arch)
 
     def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
@@ -178,14 +184,39 @@ def decode(
         ended = jnp.isin(drawn, jnp.array(eos_ids, jnp.int32))
         if plan.given is not None:
             given = plan.given[:, index]
-            drawn, ended = jnp.where(given < 0, drawn, given), ended & (given < 0)
+            drawn, ended = jnp.where(given < 0, drawn, given), (ended & (given < 0)) | (index + 1 >= plan.room)
         drawn = jnp.where(finished, pad_id, drawn)
         carry = drawn, finished | ended, [carried for _, carried in layers]
         return carry, (drawn, ~finished, logprobs, _recorded(experts, choices))
 
-    (tokens, finished, carried), outputs = jax.lax.scan(step, (tokens, finished, cache.carried), jnp.arange(num_tokens))
+    def enough(index: jax.Array, carry: Any) -> jax.Array:
+        waits = jnp.any(idle & (plan.sources >= 0))
+        return (waits & (index >= MEANWHILE)) | (jnp.sum(carry[1] & ~before) >= max(len(before) // PART, 1))
+
+    start, count = (tokens, finished, cache.carried), None
+    if ends_early:
+        count, (tokens, finished, carried), outputs = _scan_until(enough, step, start, num_tokens)
+    else:
+        (tokens, finished, carried), outputs = jax.lax.scan(step, start, jnp.arange(num_tokens))
     held = Held(_put_first(held.tokens, tokens), _put_first(held.finished, finished), cache.closed(carried))
-    return laid_out(held), _chunk_of(*jax.tree.map(lambda output: output.swapaxes(0, 1), outputs))
+    return laid_out(held), _chunk_of(*jax.tree.map(lambda output: output.swapaxes(0, 1), outputs), count=count)
+
+
+def _scan_until(enough: Callable, step: Callable, carry: Any, length: int) -> tuple[jax.Array, Any, Any]:
+    """As jax.lax.scan of `step` over `length` indices, but no further once `enough`; first, how many."""
+    outputs = jax.tree.map(
+        lambda x: jnp.zeros((length, *x.shape), x.dtype), jax.eval_shape(lambda: step(carry, jnp.int32(0))[1])
+    )
+
+    def goes_on(state: Any) -> jax.Array:
+        return (state[0] < length) & ~enough(*state[:2])
+
+    def body(state: Any) -> Any:
+        index, carry, outputs = state
+        carry, new = step(carry, index)
+        return index + 1, carry, jax.tree.map(lambda held, one: held.at[index].set(one), outputs, new)
+
+    return jax.lax.while_loop(goes_on, body, (jnp.int32(0), carry, outputs))
 
 
 def taken(x: jax.Array, places: jax.Array) -> jax.Array:
@@ -209,8 +240,8 @@ def _recorded(experts: jax.Array | None, choices: Choices | None) -> jax.Array |
     return None if experts is None or choices is None else experts.astype(choices.dtype)
 
 
-def _chunk_of(tokens, mask, logprobs, experts=None) -> Chunk:
-    return _everywhere(Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0), experts))
+def _chunk_of(tokens, mask, logprobs, experts=None, count=None) -> Chunk:
+    return _everywhere(Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0), count, experts))
 
 
 def _everywhere(tree: Any) -> Any:

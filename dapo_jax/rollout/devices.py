@@ -79,10 +79,11 @@ class QueueDevices(Counting):
         super().decode(turn)
         prompt_lengths, last_tokens, numbers, samples, started = self.rows[:, turn.rows]
         begins, sources = (turn.rows >= 0) & (turn.sources < 0), turn.sources
-        for slot in np.flatnonzero(begins & (turn.sampled > 0)).tolist():
+        for slot in np.flatnonzero((begins | turn.returned) & (turn.sampled > 0)).tolist():
             last_tokens[slot] = self.responses.tokens_of(turn.rows[slot])[turn.sampled[slot] - 1]
         if self.layout.stretches:
             sources = self._with_stretches(turn, begins)
+        given, room = self._given(turn) if self.layout.returns else (None, None)
         plan = Plan(
             sources=sources,
             first_tokens=last_tokens,
@@ -95,7 +96,8 @@ class QueueDevices(Counting):
             destinations=turn.destinations,
             windows=turn.windows,
             runs=turn.runs,
-            given=self._given(turn) if self.layout.returns else None,
+            given=given,
+            room=room,
         )
         program = self.programs.get(*self._program(turn.shape))
         self.held, chunk = program(
@@ -112,16 +114,16 @@ class QueueDevices(Counting):
         if begins.any():
             self.held = begun(self.held, self._put(begins), self._put(turn.table[:, 0]))
         slots = np.tile(np.arange(turn.shape.slots, dtype=np.int32), self.layout.shards)
-        return np.where(turn.sources < 0, turn.sources, slots)
+        return np.where((turn.sources < 0) | turn.returned, -1, slots)
 
-    def _given(self, turn: Turn) -> np.ndarray:
-        """[b, C] tokens of responses that are known already, -1 = none: a row that returns reads them."""
-        given = np.full((len(turn.rows), self.layout.chunk), -1, np.int32)
+    def _given(self, turn: Turn) -> tuple[np.ndarray, np.ndarray]:
+        """[b, C] tokens of responses that are known already, -1 = none: a row that returns reads them; and `room`."""
+        given, room = np.full((len(turn.rows), self.layout.chunk), -1, np.int32), np.zeros(len(turn.rows), np.int32)
         for slot in np.flatnonzero(turn.rows >= 0).tolist():
-            first = int(turn.sampled[slot])
-            known = self.responses.tokens_of(int(turn.rows[slot]))[first : first + self.layout.chunk]
-            given[slot, : len(known)] = known
-        return given
+            row, first = int(turn.rows[slot]), int(turn.sampled[slot])
+            known = self.responses.tokens_of(row)[first : first + self.layout.chunk]
+            given[slot, : len(known)], room[slot] = known, self.responses.most_of(row) - first
+        return given, room
 
     def _places(self, size: PrefillSize, opened: Sequence[Opened], at: Sequence[int]) -> Any:
         """Where a call of prefill puts the prompts that lie `at` its places."""

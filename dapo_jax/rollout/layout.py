@@ -1,7 +1,7 @@
 """Host: the sizes of an engine: slots, pages, stretches and calls, from lengths and memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from dapo_jax.rollout.lengths import LengthHistory
 ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is not faster
 CPU_CHUNK, CHUNK = 16, 32  # tokens of a chunk on CPUs and elsewhere, where none is set
 LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens
+EPISODES = 16  # of a shard that have slots on a CPU, if there are so many; of more, half
 WIDEST_STEP = 512  # tokens between two stretches
 PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
 PREFILL_BYTES = 2.0**30  # of a device's memory for one call of prefill, besides keys and values
@@ -97,6 +98,11 @@ class Layout:
         return Shape(self.slots, self.stretches[0] if self.stretches else 0)
 
     @property
+    def ends_early(self) -> bool:
+        """Whether a chunk ends once some rows have, as their next tokens may go anywhere in a stretch."""
+        return self.returns and bool(self.stretches)
+
+    @property
     def open_prompts(self) -> int:
         """Prompts of a shard that have pages, at most: one for each slot, and those that wait."""
         return self.slots + 2 * self.prefills[0].at_once
@@ -130,6 +136,7 @@ def choose_layout(
     *,
     num_prompts: int | None = None,
     max_tokens: int | None = None,
+    returns: bool = False,
 ) -> Layout:
     """The sizes of a queue: as many slots as max_num_seqs, or else the memory and earlier lengths, allow.
 
@@ -141,6 +148,7 @@ def choose_layout(
         free_bytes: on each device, of which keys and values may take `memory_share`; 0 = not known.
         num_prompts: of the queue; None = Q.
         max_tokens: most to draw for a response; None = max_response_length.
+        returns: as in Layout.
 
     Raises:
         InputError: the memory does not hold the pages of the longest response.
@@ -151,8 +159,9 @@ def choose_layout(
     width = prompt_width(int(max(prompt_lengths)), settings.max_prompt_length)
     sizes = _Sizes(settings, token_bytes, free_bytes * settings.memory_share, num_samples, shards, rows, drawn, width)
     if attend is None:
-        return _of_stretches(sizes)
-    return _of_pages(sizes, history, float(np.mean(prompt_lengths)), gathers=attend is attend_gathered)
+        return _of_stretches(sizes, returns)
+    gathers, mean_prompt = attend is attend_gathered, float(np.mean(prompt_lengths))
+    return replace(_of_pages(sizes, history, mean_prompt, gathers=gathers), returns=returns)
 
 
 class _Sizes(NamedTuple):
@@ -180,8 +189,8 @@ def prompt_width(longest: int, limit: int) -> int:
     return bucket(max(longest, bucket(limit) // 4))
 
 
-def _of_stretches(sizes: _Sizes) -> Layout:
-    """As many slots as fit if all responses are longest.
+def _of_stretches(sizes: _Sizes, returns: bool) -> Layout:
+    """As many slots as fit if all responses are longest; for episodes, whose lengths differ much, at most for half.
 
     Chunks are equally long, as many as the longest response needs, and short: on a CPU the last rows take most of the
     time, and few of their tokens should be drawn after their end.
@@ -190,7 +199,8 @@ def _of_stretches(sizes: _Sizes) -> Layout:
     further = max(sizes.drawn - 1, 1)  # after the token that prefill draws
     chunk = -(-further // -(-further // (settings.chunk_length or CPU_CHUNK)))
     stretches = stretches_of(further, chunk)
-    slots = min(sizes.rows, settings.max_num_seqs // sizes.shards or sizes.rows)
+    most = min(sizes.rows, max(sizes.rows // 2, EPISODES)) if returns else sizes.rows
+    slots = min(most, settings.max_num_seqs // sizes.shards or most)
     if not settings.max_num_seqs:
         per_slot = sizes.token_bytes * settings.arch.num_layers * (width + stretches[-1])
         slots = min(slots, int(sizes.memory / per_slot))
@@ -198,7 +208,7 @@ def _of_stretches(sizes: _Sizes) -> Layout:
     prompts = 2 + -(-slots // num_samples) + max(at_once // 2, 4 // num_samples, 1) + 2 * at_once
     prefill = PrefillSize(width, min(at_once, -(-sizes.rows // num_samples)))
     ladder = rungs(slots, slots.bit_length(), least=1)
-    return Layout(num_samples, sizes.shards, ladder, prompts, width, chunk, 1, (prefill,), stretches)
+    return Layout(num_samples, sizes.shards, ladder, prompts, width, chunk, 1, (prefill,), stretches, returns=returns)
 
 
 def stretches_of(tokens: int, chunk: int) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class Calls:
         arch = self.settings.arch
         is_plain = self.attend is paged_attention_gpu.attend and not self.limits and arch.hidden_size % INNER == 0
         sizes = {"num_tokens": self.layout.chunk, "pad_id": self.settings.pad_id, "limits": self.limits}
-        sizes["block_sums"] = block_sums if is_plain else None
+        sizes |= {"block_sums": block_sums if is_plain else None, "ends_early": self.layout.ends_early}
         return functools.partial(decode, **sizes, **self.prefill.keywords)
 
     def held(self, shape: Shape | None = None) -> Held:
@@ -96,9 +96,9 @@ class Calls:
         layout, used = self.layout, shape.slots * self.layout.shards
         row, table = self._rows(used), self._rows(used, layout.row_pages)
         windows = Seen(self._rows(used, layout.reach), row, row) if layout.reach else None
-        given = self._rows(used, layout.chunk) if layout.returns else None
+        given = (self._rows(used, layout.chunk), row) if layout.returns else (None, None)
         runs = Together(row, row) if layout.together else None
-        plan = Plan(row, row, row, row, row, row, row, table, row, windows, runs, given)
+        plan = Plan(row, row, row, row, row, row, row, table, row, windows, runs, *given)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.settings.mesh))
         held = self.held(shape if layout.stretches else None)
         return _lower(self.decode, self.params, held, plan, ANY_SAMPLING, number, number)

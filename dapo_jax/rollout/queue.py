@@ -57,8 +57,9 @@ class Turn(NamedTuple):
     """A chunk of decoding. Arrays are those of `decoding.Plan`, b slots on all shards."""
 
     shape: Shape
-    rows: np.ndarray  # [b] response of each slot, -1 = none
-    sources: np.ndarray  # [b]
+    rows: np.ndarray  # [b] response of each slot, -1 = none, or it waits
+    sources: np.ndarray  # [b], also of rows that wait, or return
+    returned: np.ndarray  # [b] bool, the row returns to the slot that it has kept
     sampled: np.ndarray  # [b]
     table: np.ndarray  # [b, M]
     destinations: np.ndarray  # [b]
@@ -93,21 +94,33 @@ class Counting:
 
     def decode(self, turn: Turn) -> Any:
         """Decodes a chunk and returns it."""
+        self.computed["decode"] += self.layout.chunk * self._token_work(turn)
+        self.decodes[turn.shape] += 1
+        self.pages[turn.shape] += self._pages(turn)
+        self.prompt_pages[turn.shape] += turn.pages.prompts
+        self.run_pages[turn.shape] += turn.pages.runs
+        return self.layout.chunk
+
+    def take_back(self, turn: Turn, tokens: int) -> None:
+        """The chunk has ended so many tokens early."""
+        self.computed["decode"] -= tokens * self._token_work(turn)
+
+    def _token_work(self, turn: Turn) -> float:
+        """Operations of a token of each slot."""
         layout, flops = self.layout, token_flops(self.arch)
         slots = turn.shape.slots * layout.shards
-        full, prompts, runs, window = turn.pages
-        if self.gathers:
-            full, window = slots * layout.row_pages, slots * layout.reach
-        pages = flops.mean(lambda kind: full if kind is None else window)
-        keys = (pages + slots) * layout.page_length  # a tail is as long as a page
+        keys = (self._pages(turn) + slots) * layout.page_length  # a tail is as long as a page
         if layout.stretches:
             keys = slots * (layout.page_length + turn.shape.stretch)
-        self.computed["decode"] += layout.chunk * (slots * (flops.layers + flops.head) + keys * flops.pair)
-        self.decodes[turn.shape] += 1
-        self.pages[turn.shape] += pages
-        self.prompt_pages[turn.shape] += prompts
-        self.run_pages[turn.shape] += runs
-        return layout.chunk
+        return slots * (flops.layers + flops.head) + keys * flops.pair
+
+    def _pages(self, turn: Turn) -> Any:
+        """Pages that are read in the mean layer."""
+        full, _, _, window = turn.pages
+        if self.gathers:
+            slots = turn.shape.slots * self.layout.shards
+            full, window = slots * self.layout.row_pages, slots * self.layout.reach
+        return token_flops(self.arch).mean(lambda kind: full if kind is None else window)
 
     def take_work(self, needed: Mapping[str, float] | None = None) -> dict[str, Work]:
         """Work by stage: what was computed since the last call, and what responses need of it."""
@@ -118,8 +131,8 @@ class Counting:
 class Outcome(Protocol):
     """What the queue asks of the responses; rows are [B], -1 = none."""
 
-    def add(self, chunk: Any, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Takes a chunk whose first token is number `starts` [B] of these rows."""
+    def add(self, chunk: Any, rows: np.ndarray, starts: np.ndarray) -> int:
+        """Takes a chunk whose first token is number `starts` [B] of these rows; returns its tokens of each row."""
         ...
 
     def states(self, rows: np.ndarray) -> np.ndarray:
@@ -131,19 +144,21 @@ class Queue:
     """Prompts that have been added, in order: prompt q has rows q * num_samples and following.
 
     Args:
-        lookahead: chunks dispatched before the result of one is read.
+        lookahead: chunks dispatched before the result of one is read. None if rows return: each turn would end a
+            chunk later.
     """
 
     def __init__(self, layout: Layout, *, lookahead: int = 0) -> None:
-        self.layout, self.lookahead = layout, lookahead
+        self.layout, self.lookahead = layout, 0 if layout.returns else lookahead
         self.prompt_lengths: list[int] = []  # tokens
         self.limits: list[int] = []  # most tokens to draw for each row
         self.next_prompt = self._longest = self._stretch = 0
         # Few rows wait, so that shards end together; many, so that all shards prefill in the same calls.
-        waiting = max(layout.prefills[0].at_once // 2, LEAST_STOCK // layout.num_samples, 1)
+        waiting = layout.prefills[0].at_once // (1 if layout.ends_early else 2)
+        waiting = max(waiting, LEAST_STOCK // layout.num_samples, 1)
         self._stock = layout.slots + layout.num_samples * waiting
         self.shards = [Shard(layout, self.limits) for _ in range(layout.shards)]
-        self._dispatched: deque[tuple[Any, np.ndarray, np.ndarray]] = deque()  # chunk, rows, starts
+        self._dispatched: deque[tuple[Any, Turn]] = deque()  # chunks
 
     def add(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray) -> int:
         """Adds prompts; returns the first of their rows.
@@ -169,7 +184,7 @@ class Queue:
     def step(self, devices: Counting, outcome: Outcome) -> bool:
         """Dispatches a chunk, and takes the result of an earlier one; False once no response goes on."""
         while len(self._dispatched) > self.lookahead:
-            outcome.add(*self._dispatched.popleft())
+            self._read(devices, outcome)
         self.release(outcome)
         for size, opened in prefill_calls(self.layout, self.open()):
             first = devices.prefill(size, opened)
@@ -178,12 +193,20 @@ class Queue:
                 self.release(outcome)
         turn = self.turn()
         if turn is not None:
-            self._dispatched.append((devices.decode(turn), turn.rows, turn.sampled))
+            self._dispatched.append((devices.decode(turn), turn))
         elif self._dispatched:
-            outcome.add(*self._dispatched.popleft())
+            self._read(devices, outcome)
         else:
             return False
         return True
+
+    def _read(self, devices: Counting, outcome: Outcome) -> None:
+        """Takes the result of the oldest chunk."""
+        chunk, turn = self._dispatched.popleft()
+        if early := self.layout.chunk - outcome.add(chunk, turn.rows, turn.sampled):
+            devices.take_back(turn, early)
+            for shard in self.shards:
+                shard.take_back(early)
 
     def release(self, outcome: Outcome) -> None:
         """As `Shard.release`."""
@@ -191,9 +214,7 @@ class Queue:
             shard.release(outcome.states)
 
     def resume(self, row: int, known: int) -> None:
-        """As `Shard.resume`; what was dispatched for the row after it had ended is not looked at."""
-        for _, rows, _ in self._dispatched:
-            rows[rows == row] = -1
+        """As `Shard.resume`."""
         [shard] = [shard for shard in self.shards if row in shard.parked]
         shard.resume(row, known)
 
@@ -220,26 +241,31 @@ class Queue:
         """The next chunk; None without rows."""
         layout = self.layout
         granted = [shard.grant() for shard in self.shards]
-        most = max(len(shard.live) for shard in self.shards)
-        if not most:
+        if not any(shard.live for shard in self.shards):
             return None
+        most = max(len(shard.live) + len(shard.holding) for shard in self.shards)
         slots = min(size for size in layout.ladder if size >= most)
         used = slots * layout.shards
-        rows, sources = np.full(used, -1), np.full(used, -1, np.int32)
+        rows, sources, returned = np.full(used, -1), np.full(used, -1, np.int32), np.zeros(used, bool)
         sampled, destinations, first, window_destinations = np.zeros((4, used), np.int32)
         table, seen = np.zeros((used, layout.row_pages), np.int32), np.zeros((used, layout.reach), np.int32)
         runs = Together(*np.zeros((2, used), np.int32)) if layout.together else None
-        pages = window_pages = prompt_pages = run_pages = 0
+        pages = window_pages = prompt_pages = run_pages = longest = 0
         for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
-            live, places = shard.live, _places(shard.live, slots)
+            live, holding = shard.live, shard.holding
+            places = _places([*live, *holding], slots)
+            for slot, row in zip(places[len(live) :], holding, strict=True):
+                place = index * slots + slot  # whatever is written there comes after what the row has drawn
+                sources[place], sampled[place], row.slot = row.slot, row.sampled, slot
             if runs is not None:
                 live, places = sorted(shard.live, key=lambda row: row.number), list(range(len(shard.live)))
                 for number, (begin, length) in enumerate(_runs(live, layout), index * slots):
                     runs.firsts[number], runs.lengths[number] = begin, length
                     run_pages += live[begin].prompt_pages
-            for slot, row in zip(places, live, strict=True):
-                place, held = index * slots + slot, shard.held(row)
+            for slot, row in zip(places[: len(live)], live, strict=True):
+                place, held, longest = index * slots + slot, shard.held(row), max(longest, row.sampled)
                 rows[place], sources[place], sampled[place] = row.number, row.slot, row.sampled
+                returned[place] = row.returns
                 table[place], seen[place, : len(row.seen)] = row.table, row.seen
                 first[place] = held - len(row.seen)
                 pages, window_pages = pages + held, window_pages + len(row.seen)
@@ -247,11 +273,13 @@ class Queue:
                 new = given.get(row.number, Granted())
                 destinations[place], window_destinations[place] = new
                 shard.advance(row, slot, new)
-        longest = int(sampled.max()) - layout.prefilled + layout.chunk
-        self._stretch = next((width for width in layout.stretches if width >= max(longest, self._stretch)), 0)
+        self._stretch = max(self._stretch, longest - layout.prefilled + layout.chunk)
+        longest = max(layout.stretches, default=0)
+        self._stretch = next((width for width in layout.stretches if width >= self._stretch), longest)
         windows = Seen(seen, first, window_destinations) if layout.reach else None
         read = PagesSeen(pages, prompt_pages, run_pages, window_pages)
-        return Turn(Shape(slots, self._stretch), rows, sources, sampled, table, destinations, windows, runs, read)
+        shape = Shape(slots, self._stretch)
+        return Turn(shape, rows, sources, returned, sampled, table, destinations, windows, runs, read)
 
 
 def _places(live: Sequence[Row], slots: int) -> list[int]:
@@ -284,12 +312,15 @@ def prefill_calls(layout: Layout, opened: Sequence[Opened]) -> Iterator[tuple[Pr
         waiting = [prompts[size.at_once :] for prompts in waiting]
 
 
-def needed_work(arch: Architecture, prompt_lengths: np.ndarray, response_lengths: np.ndarray) -> dict[str, float]:
+def needed_work(
+    arch: Architecture, prompt_lengths: np.ndarray, response_lengths: np.ndarray, given: int = 0
+) -> dict[str, float]:
     """Operations that responses [Q, G] to prompts [Q] of so many tokens need of any engine, by stage.
 
     prefill: each token of a prompt once. Its scores of the vocabulary are not counted.
-    decode: each step that samples a token of a response; not the first token, which prefill predicts.
+    decode: each step that samples a token of a response; not the first token, which prefill predicts. The `given`
+        tokens of them, which the policy has not written, are read once, and need no scores of the vocabulary.
     """
     flops = token_flops(arch)
-    prefill = flops.of_prompts(prompt_lengths)
-    return {"prefill": prefill, "decode": flops.of_responses(prompt_lengths, response_lengths)}
+    decode = flops.of_responses(prompt_lengths, response_lengths) - given * flops.head
+    return {"prefill": flops.of_prompts(prompt_lengths), "decode": decode}

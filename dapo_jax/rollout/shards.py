@@ -39,6 +39,7 @@ class Row:
     prompt_pages: int
     sampled: int  # tokens that are drawn or being drawn
     slot: int = -1  # in the last chunk; it stays there while the ladder has it
+    returns: bool = False  # to this slot, after tokens that the policy has not written
     pages: list[int] = field(default_factory=list)  # its own
     seen: list[int] = field(default_factory=list)  # pages that a window sees, the newest last: its prompt's, its own
     window_pages: list[int] = field(default_factory=list)  # of those its own, with that of the chunk being decoded
@@ -53,11 +54,11 @@ class Shard:
 
     def __init__(self, layout: Layout, limits: list[int]) -> None:
         self.layout, self.limits = layout, limits
-        self.copied = bool(layout.stretches) and not layout.returns  # a row that has begun no longer needs its prompt
+        self.copied = bool(layout.stretches)  # a row that has begun no longer needs its prompt
         self.live: list[Row] = []  # with a slot, the oldest first
         self.waiting: deque[int] = deque()  # for a slot
         self.returning: deque[Row] = deque()  # for a slot, with the pages of what they have drawn
-        self.parked: dict[int, Row | None] = {}  # for tokens; None = without pages
+        self.parked: dict[int, Row | None] = {}  # for tokens; None = without what they have drawn
         self.free = list(range(layout.pages - 1, 0, -1))
         self.free_windows = list(range(layout.window_pages - 1, 0, -1))
         self.prompts: dict[int, tuple[list[int], list[int]]] = {}  # pages of each, and those in layers with a window
@@ -65,9 +66,14 @@ class Shard:
         self.given_up = 0  # rows
 
     @property
+    def holding(self) -> list[Row]:
+        """Parked rows that keep their slot: with it they would lose their stretch."""
+        return [row for row in self.parked.values() if row is not None and row.slot >= 0]
+
+    @property
     def load(self) -> int:
         """Rows that have a slot or wait for one."""
-        return len(self.live) + len(self.returning) + len(self.waiting)
+        return len(self.live) + len(self.holding) + len(self.returning) + len(self.waiting)
 
     def has_room(self, pages: int, *, most: int, longest: int) -> bool:
         """Whether a prompt of so many pages may be opened, and the oldest row can still end then.
@@ -105,7 +111,8 @@ class Shard:
         for number in parked[states(parked) == ENDED].tolist():
             if (row := self.parked.pop(number)) is not None:
                 self._free(row)
-            self._done(number)
+            if row is None or not self.copied:
+                self._done(number)
         queued, self.waiting = _numbers(self.waiting), deque()
         for number, state in zip(queued.tolist(), states(queued), strict=True):
             if state == ALIVE:
@@ -118,6 +125,10 @@ class Shard:
     def resume(self, number: int, known: int) -> None:
         """A parked row goes on after its first `known` tokens; those since its last whole page are read again."""
         row, length = self.parked.pop(number), self.layout.page_length
+        if row is not None and row.slot >= 0:
+            row.sampled, row.returns = known, True
+            self.live.append(row)
+            return
         if row is None or known < length:
             if row is not None:
                 self._free(row)
@@ -146,7 +157,8 @@ class Shard:
                 granted[row.number] = self._take(row)
             self.live.append(row)
         self.waiting.extendleft(young)
-        while not young and (self.returning or self.waiting) and len(self.live) < self.layout.slots:
+        room = self.layout.slots - len(self.holding)
+        while not young and (self.returning or self.waiting) and len(self.live) < room:
             if self.live and len(self.free) <= len(self.live) and not self.layout.stretches:
                 break  # for each row that lives, a page for its next chunk
             row = self.returning.popleft() if self.returning else self._begin(self.waiting.popleft())
@@ -167,7 +179,12 @@ class Shard:
             if self.layout.reach:
                 row.seen.append(granted.window_page)
                 del row.seen[: -self.layout.reach]
-        row.slot, row.sampled = slot, row.sampled + self.layout.chunk
+        row.slot, row.sampled, row.returns = slot, row.sampled + self.layout.chunk, False
+
+    def take_back(self, tokens: int) -> None:
+        """The last chunk has ended so many tokens early."""
+        for row in self.live:
+            row.sampled -= 0 if row.returns else tokens
 
     def _goes_on(self, row: Row) -> bool:
         """Whether a row needs a page, as it may draw more after its next chunk."""
@@ -199,9 +216,11 @@ class Shard:
         return Granted(row.pages[-1], own[-1])
 
     def _park(self, row: Row) -> None:
-        """A row without a slot keeps its pages, unless windows have left some, or the slot held what it has drawn."""
-        self.parked[row.number], row.slot = row, -1
-        if self.layout.reach or self.layout.stretches:
+        """A row keeps its stretch, and so its slot; or its pages without a slot, unless windows have left some."""
+        self.parked[row.number] = row
+        if not self.layout.stretches:
+            row.slot = -1
+        if self.layout.reach:
             self._free(row)
             self.parked[row.number] = None
 

@@ -14,6 +14,7 @@ from rollout.test_windows import family
 from shapes import mesh_of
 
 from dapo_jax.learner.decode_weights import unstack_layers
+from dapo_jax.rollout.queue import needed_work
 from dapo_jax.rollout.responses import Begun, Request
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 
@@ -25,10 +26,13 @@ def observation(row: int, turn: int) -> list[int]:
     return [5 + (7 * row + 3 * turn + i) % 40 for i in range((row + 5 * turn) % 12)] + [2 + row % 4]
 
 
-def played(kind, mesh=None, *, rollouts=None, sampling=FREE, purpose=TRAIN, begun=None, delay=0, **changes):
+def played(
+    kind, mesh=None, *, rollouts=None, sampling=FREE, purpose=TRAIN, begun=None, delay=0, fields=None, **changes
+):
     """Episodes of TURNS observations to the first 6 prompts; an answer takes `delay` chunks times a row's number.
 
     Args:
+        fields: further ones of the request.
         begun: responses to continue, and how many observations each has had.
     """
     rollouts = rollouts or dense()
@@ -46,7 +50,7 @@ def played(kind, mesh=None, *, rollouts=None, sampling=FREE, purpose=TRAIN, begu
         asked[row] = next(clock) + delay * (row % 5)
         return turns[row] < TURNS
 
-    sizes = {"prompt_lengths": lengths, "num_prompts": len(prompts)}
+    sizes = {"prompt_lengths": lengths, "num_prompts": len(prompts), **(fields or {})}
     request = Request(rollouts.on(engine.settings.mesh), samples, purpose, sampling, **sizes, waits=waits)
     with jax.set_mesh(engine.settings.mesh):
         on_finished = lambda rows, _: handed.extend(rows.tolist())  # noqa: E731
@@ -115,6 +119,30 @@ def test_the_policys_tokens_are_those_of_one_pass_over_the_whole_chat(expected):
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_slots_chunks_and_waiting_change_no_token(kind, changes, expected):
     assert_equal(played(kind, **changes)[0], expected)
+
+
+def turns_of(by_policy):
+    """(first token, token after the last) of each turn of the policy."""
+    edges = np.flatnonzero(np.diff(by_policy.astype(int), prepend=0, append=0))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+@pytest.mark.short("pages")
+@pytest.mark.parametrize("kind", ["pages", "stretches"])
+def test_a_turn_that_reaches_its_limit_ends_the_response(kind, expected):
+    """Nothing else changes; a turn that ends with its last token, or there by a stop string, is complete."""
+    most, found_stop = 20, lambda tokens, start: tokens.index(40) + 1 if 40 in tokens[start:] else None
+    for fields in ({}, {"stop": found_stop}):
+        whole = played(kind, max_num_seqs=7, fields=fields)[0] if fields else expected
+        found, _ = played(kind, max_num_seqs=7, fields={"turn_length": most, **fields})
+        cut = later = 0
+        for row, tokens in enumerate(whole.responses):
+            ends = [begin + most for begin, end in turns_of(whole.by_policy[row]) if end - begin > most]
+            length = min([whole.mask[row].sum(), *ends])
+            np.testing.assert_array_equal(found.responses[row][:length], tokens[:length])
+            assert found.mask[row].sum() == length and found.finished[row] == (whole.finished[row] and not ends)
+            cut, later = cut + bool(ends), later + bool(ends and length > most)
+        assert 0 < later < cut < len(whole.mask)
 
 
 @pytest.mark.slow
@@ -212,7 +240,12 @@ def cut(rollout):
 def test_what_another_policy_has_begun_returns_too(kind, expected):
     """With the same weights, the response is that of one call; with others, what follows is theirs."""
     begun = cut(expected)
-    assert_equal(played(kind, begun=begun, max_num_seqs=7, lookahead=1, delay=2)[0], expected)
+    found, _ = played(kind, begun=begun, max_num_seqs=7, lookahead=1, delay=2)
+    assert_equal(found, expected)
+    new, prompts = found.mask & ~begun[0].mask, dense().prompt_lengths[:6].repeat(SAMPLES)
+    sizes = prompts + begun[0].mask.sum(axis=1), new.sum(axis=1)[:, None]
+    needed = needed_work(dense().arch, *sizes, int(np.sum(new & ~found.by_policy)))
+    assert found.work["decode"].needed == needed["decode"]
     weights = jax.tree.map(lambda leaf: leaf * 0.8, dense().params)
     changed = dataclasses.replace(dense(), params=weights)
     found, _ = played(kind, rollouts=changed, begun=begun, max_num_seqs=7)

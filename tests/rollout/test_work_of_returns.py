@@ -1,0 +1,82 @@
+"""How much of the work of responses that return is needed; the calculator and FrozenLake are in docs/inside.md."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from rollout.known_episodes import walk_episodes
+from rollout.large_models import SEVEN, layout_of, settings_of
+from rollout.small_rollouts import assert_all_pages_are_free, dense, queues_of
+from rollout.test_returns import TURNS, played
+from shapes import ARCH, mesh_of
+
+from dapo_jax.models.flops import token_flops
+from dapo_jax.rollout.queue import needed_work
+
+# Least and most turns, tokens that the policy writes in one, and tokens of an answer.
+CALCULATOR, LAKE = ((2, 3), (14, 26), (7, 13)), ((6, 6), (4, 6), (27, 33))
+SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 30, "head_dim": 64}
+SMALL = dataclasses.replace(ARCH, **SMOLLM2, num_heads=9, num_kv_heads=3, tie_embeddings=True)
+
+
+def walked(kind, *, slots, chunk, prompts=8, **layout):
+    """8 episodes to each of some prompts of 60 tokens; work by stage."""
+    rng, (turns, own, said), episodes = np.random.default_rng(0), kind, []
+    for _ in range(8 * prompts):
+        count = int(rng.integers(turns[0], turns[1] + 1))
+        written, answers = (rng.integers(low, high + 1, count).tolist() for low, high in (own, said))
+        episodes.append([*zip(written, [*answers[:-1], 0], strict=True)])
+    limit, lengths = 8 * 40, np.full(prompts, 60)
+    sizes = {"chunk_length": chunk, "max_num_seqs": slots, "max_prompt_length": 64, "max_response_length": limit}
+    settings = settings_of(SEVEN, (1, 1), arch=SMALL, **sizes)
+    chosen = layout_of(settings, lengths, 8, dtype=np.float32, returns=True, **layout)
+    return walk_episodes(SMALL, chosen, lengths, episodes, limit=limit)[1]
+
+
+def ratio(work):
+    """Computed over needed operations of all stages."""
+    return sum(one.computed for one in work.values()) / sum(one.needed for one in work.values())
+
+
+@pytest.mark.parametrize("chunk", [4, 16, 64])
+@pytest.mark.parametrize("slots", [1, 2, 8, 64])
+def test_on_cpus_little_more_is_computed_than_is_needed(slots, chunk):
+    """What is left: slots of rows that wait, scores of the vocabulary for what is given, keys, the last rows."""
+    assert ratio(walked(CALCULATOR, slots=slots, chunk=chunk, attend=None)) < (1.1 if slots == 1 else 1.3)
+    assert ratio(walked(LAKE, slots=slots, chunk=chunk, attend=None)) < (1.3 if slots == 1 else 1.55)
+
+
+@pytest.mark.parametrize(("chunk", "calculator", "lake"), [(4, 1.3, 1.48), (8, 1.5, 1.65), (32, 2.45, 2.45)])
+def test_with_pages_a_turn_takes_whole_pages(chunk, calculator, lake):
+    """A row that returns reads what is not in a whole page again, and idles after the end of a turn."""
+    for kind, most in ((CALCULATOR, calculator), (LAKE, lake)):
+        assert walked(kind, slots=64, chunk=chunk, prompts=32)["decode"].efficiency > 1 / most
+
+
+@pytest.mark.short("1")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=["1", "8"])
+@pytest.mark.parametrize("kind", ["stretches", "pages"])
+def test_devices_do_what_the_walk_without_devices_does(kind, shape, monkeypatch):
+    queues = queues_of(monkeypatch)
+    found, turns = played(kind, mesh_of(shape), max_num_seqs=3)
+    given, episodes = found.mask & ~found.by_policy, []
+    for row, asked in enumerate(turns):
+        own, said = found.by_policy[row], given[row]
+        starts = np.flatnonzero(np.diff(said.astype(int), prepend=0) == 1)
+        ends = np.flatnonzero(np.diff(said.astype(int), append=0) == -1) + 1
+        firsts, lasts = [0, *ends], [*starts, int(found.mask[row].sum())]
+        answers = [int(n) for n in ends - starts] + [None if asked > len(starts) else 0]
+        episodes.append([(int(b - a), s) for a, b, s in zip(firsts, lasts, answers, strict=True)])
+        assert own.sum() == sum(one for one, _ in episodes[-1]) and len(starts) <= TURNS
+    lengths = dense().prompt_lengths[:6]
+    _, work = walk_episodes(
+        dense().arch, queues[0].layout, lengths, episodes, limit=dense().length, delay=0, gathers=kind == "pages"
+    )
+    assert found.work == work and given.sum() > 50
+    assert_all_pages_are_free(queues[0])
+
+
+def test_what_an_environment_said_is_needed_once_and_without_scores():
+    flops, sizes = token_flops(ARCH), (np.array([9]), np.array([[12, 7]]))
+    plain, found = needed_work(ARCH, *sizes), needed_work(ARCH, *sizes, 5)
+    assert plain["decode"] - found["decode"] == 5 * flops.head and plain["prefill"] == found["prefill"]
