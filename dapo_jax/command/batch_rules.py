@@ -14,7 +14,6 @@ from dapo_jax.config.sections import (
     FilterGroupsConfig,
     OverlongBufferConfig,
     RolloutConfig,
-    TrainerConfig,
 )
 from dapo_jax.errors import divisors, nearest
 from dapo_jax.learner.trained_networks import Network
@@ -120,22 +119,17 @@ def ahead_problems(algorithm: AlgorithmConfig, actor: ActorConfig) -> Iterator[s
 def episode_problems(
     environment: EnvironmentConfig,
     rollout: RolloutConfig,
-    trainer: TrainerConfig,
     algorithm: AlgorithmConfig,
     estimator: Callable[..., Any],
 ) -> Iterator[str]:
     """What episodes of several turns do not go with."""
-    option = "environment.path" if environment.path else "environment.tools"
-    if rollout.segment_length:
-        yield f"rollout.segment_length={rollout.segment_length} cannot be combined with {option} yet: set it to 0"
-    if trainer.num_processes > 1:
-        yield f"trainer.num_processes={trainer.num_processes} cannot be combined with {option} yet: use one process"
-    if not environment.path:
-        return
-    prompts = f"{option} may add to each prompt, and"  # which then do not follow from their rows alone
-    if trainer.rollout_ahead:
-        yield f"{prompts} trainer.rollout_ahead=1 saves none of it: set it to 0"
-    if algorithm.filter_groups.enable and algorithm.filter_groups.leftover == "carry":
-        yield f"{prompts} {F}.leftover=carry saves none of it: set leftover=requeue"
-    if needs(estimator, "hint_logprobs"):
-        yield f"{prompts} adv_estimator={algorithm.adv_estimator} writes prompts of its own: choose another"
+    if 0 < environment.max_turn_length <= rollout.min_response_length:
+        yield (
+            f"environment.max_turn_length={environment.max_turn_length} must be more than "
+            f"rollout.min_response_length={rollout.min_response_length}, before which no turn may end: raise it"
+        )
+    if environment.path and needs(estimator, "hint_logprobs"):
+        yield (
+            f"environment.path may add to each prompt, and adv_estimator={algorithm.adv_estimator} writes prompts of "
+            "its own: choose another"
+        )

@@ -140,7 +140,7 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     yield from reward_rules.reward_problems(reward, algorithm.distillation, function)
     if environment.path or environment.tools:
         yield from reward_rules.environment_problems(environment, reward)
-        yield from batch_rules.episode_problems(environment, rollout, trainer, algorithm, estimator)
+        yield from batch_rules.episode_problems(environment, rollout, algorithm, estimator)
     if JUDGE in (verifiers_of(reward, measured_sets(data, evaluate, reward)) or ()):
         yield from reward_rules.judge_problems(reward.judge)
     tasks, problem = _tasks(evaluate.tasks, held_out_options(data, evaluate, reward))

@@ -20,6 +20,9 @@ SCORE = "score "  # precedes the name of a score in a checkpoint
 # In a checkpoint: records of experts of each group's prompt and then of its responses, one after the other, and tokens
 # [Q, 1 + G] of each.
 EXPERTS, EXPERT_TOKENS = "experts", "expert_tokens"
+# In a checkpoint: tokens of each group's prompt, one after the other, and how many [Q], if an environment has added to
+# those of its row.
+PROMPTS, PROMPT_TOKENS = "prompts", "prompt_tokens"
 
 
 def have_verdicts(scores: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
@@ -60,8 +63,8 @@ class Experience:
     """Q groups of G responses of at most R tokens, in prompt order; all arrays are NumPy's.
 
     Every field but `error` and `work` has one entry per group. Checkpoints hold the arrays and scores, except `failed`;
-    prompts and texts follow from rows and responses. A response without a verdict has NaN in all scores, also in a
-    checkpoint. It is not trained on, and in no statistic of scores.
+    texts follow from responses, and prompts from rows unless an environment has added to them. A response without a
+    verdict has NaN in all scores, also in a checkpoint. It is not trained on, and in no statistic of scores.
     """
 
     numbers: np.ndarray  # [Q] int64, prompt numbers
@@ -236,14 +239,17 @@ def join(parts: Iterable[Experience | None]) -> Experience | None:
     return concatenate(present) if present else None
 
 
-def to_arrays(experience: Experience) -> dict[str, np.ndarray]:
-    """What a checkpoint holds of `experience`."""
+def to_arrays(experience: Experience, prompt_set: PromptSet | None = None) -> dict[str, np.ndarray]:
+    """What a checkpoint holds of `experience`; None: its prompts are those of its rows."""
     values = experience._by_group()
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray) and name != "failed"}
     if experience.experts and experience.prompt_experts:
         groups = [[prompt, *rest] for prompt, rest in zip(experience.prompt_experts, experience.experts, strict=True)]
         arrays[EXPERTS] = joined_records(list(chain.from_iterable(groups)))
         arrays[EXPERT_TOKENS] = np.array([[len(record) for record in group] for group in groups], np.int64)
+    if prompt_set is not None and experience.prompts != [prompt_set.tokens[row] for row in experience.rows]:
+        arrays[PROMPTS] = np.array(list(chain.from_iterable(experience.prompts)), np.int32)
+        arrays[PROMPT_TOKENS] = np.array(list(map(len, experience.prompts)), np.int64)
     return arrays | {SCORE + name: value for name, value in experience.scores.items()}
 
 
@@ -256,6 +262,9 @@ def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokeniz
         found = np.split(arrays.pop(EXPERTS), np.cumsum(of_group)[:-1])
         groups = [found[start : start + of_group.shape[1]] for start in range(0, of_group.size, of_group.shape[1])]
         records = {"prompt_experts": [group[0] for group in groups], "experts": [group[1:] for group in groups]}
+    prompts = [prompt_set.tokens[row] for row in arrays["rows"]]
+    if (lengths := arrays.pop(PROMPT_TOKENS, None)) is not None:
+        prompts = [one.tolist() for one in np.split(arrays.pop(PROMPTS), np.cumsum(lengths)[:-1])]
     texts = [
         [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in zip(*group, strict=True)]
         for group in zip(arrays["responses"], arrays["mask"], strict=True)
@@ -263,7 +272,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokeniz
     return Experience(
         **arrays,  # pyright: ignore[reportArgumentType]
         **records,
-        prompts=[prompt_set.tokens[row] for row in arrays["rows"]],
+        prompts=prompts,
         texts=texts,
         scores=scores,
         failed=np.zeros(arrays["finished"].shape, bool),

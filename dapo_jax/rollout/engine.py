@@ -17,6 +17,7 @@ from dapo_jax.data.padding import bucket
 from dapo_jax.data.work import Work
 from dapo_jax.models.paged_attention import AttendPages
 from dapo_jax.parallel.compilation import Programs
+from dapo_jax.parallel.processes import settle
 from dapo_jax.rollout.devices import QueueDevices
 from dapo_jax.rollout.expert_records import ExpertRecords
 from dapo_jax.rollout.layout import EngineSettings, Layout, cache_dtype, choose_layout
@@ -80,6 +81,7 @@ class Engine:
             settings,
             stop=request.stop,
             waits=request.waits,
+            turn_length=request.turn_length,
             begun=None if begun is None else begun.responses,
             on_finished=on_finished,
         )
@@ -107,8 +109,9 @@ class Engine:
         begun: Begun | None = None,
         limits: np.ndarray | None = None,
         on_finished: OnFinished | None = None,
+        play: Callable[["Pending"], object] = lambda pending: None,
     ) -> Rollout:
-        """`submit` of all prompts of a request, whose sizes are theirs, and `wait`."""
+        """`submit` of all prompts of a request, whose sizes are theirs, and `wait`, after `play` with the responses."""
         count, longer = len(prompts), 0
         if begun is not None:  # of any number: few sizes, so that few programs are compiled
             count, longer = bucket(count), begun.responses.mask.sum(axis=1)
@@ -116,7 +119,9 @@ class Engine:
         most = None if limits is None else int(np.max(limits - longer))
         request = dataclasses.replace(request, prompt_lengths=lengths, num_prompts=count, max_tokens=most)
         try:
-            return self.submit(prompts, numbers, request, begun=begun, limits=limits, on_finished=on_finished).wait()
+            pending = self.submit(prompts, numbers, request, begun=begun, limits=limits, on_finished=on_finished)
+            play(pending)
+            return pending.wait()
         finally:
             self.give_up()
 
@@ -125,7 +130,9 @@ class Engine:
         if self._open is None:
             return False
         self.check()
-        return self._open.queue.step(self._open, self._open.responses)
+        goes_on = self._open.queue.step(self._open, self._open.responses)
+        settle(self._open.held)  # before processes exchange anything
+        return goes_on
 
     def give_up(self) -> GivenUp:
         """Gives up all that has not been waited for."""
@@ -140,10 +147,9 @@ class Engine:
     def layout(self, request: Request) -> Layout:
         """The sizes of a request's queue."""
         given = cache_dtype(request.params), request.prompt_lengths, request.num_samples
-        learnt, counts = self.learnt, {"num_prompts": request.num_prompts, "max_tokens": request.max_tokens}
-        known = learnt.history(request.purpose), learnt.free_memory()
-        layout = choose_layout(self.settings, self.attend, *given, *known, **counts)
-        return dataclasses.replace(layout, returns=request.waits is not None)
+        counts = {"num_prompts": request.num_prompts, "max_tokens": request.max_tokens}
+        known = self.learnt.history(request.purpose), self.learnt.free_memory()
+        return choose_layout(self.settings, self.attend, *given, *known, **counts, returns=request.waits is not None)
 
     def _devices(self, request: Request) -> QueueDevices:
         """Those that work off the queue of a request, new ones unless it is open."""
@@ -173,7 +179,7 @@ class Pending:
         return np.flatnonzero(self._responses.parked)
 
     def resume(self, row: int, tokens: Sequence[int]) -> None:
-        """A row that waits goes on after these tokens. Until then it keeps its pages, if there are enough.
+        """A row that waits goes on after these tokens. Until then it keeps its slot, or its pages if there are enough.
 
         Several processes resume and end the same rows, in the same order, between the same calls of `step`.
 
@@ -184,8 +190,15 @@ class Pending:
         self._responses.append(row, tokens)
         self._devices.queue.resume(self._first_row + row, known)
 
-    def end(self, row: int, *, complete: bool = True) -> None:
-        """A row that waits ends as it is; not `complete`: cut off, as by its limit."""
+    def end(self, row: int, tokens: Sequence[int] = (), *, complete: bool = True) -> None:
+        """A row that waits ends; not `complete`: cut off, as by its limit.
+
+        Args:
+            tokens: of an environment, with which it ends; they may reach past its limit, and leave room for one of the
+                policy before max_response_length.
+        """
+        if tokens:
+            self._responses.append(row, tokens, self._engine.settings.max_response_length)
         self._responses.end(row, complete)
 
     def step(self) -> bool:
@@ -223,7 +236,8 @@ class Pending:
             devices.held = None  # nothing of it is needed
         drawn, lengths = responses.drawn(), self._prompt_lengths
         engine.learnt.history(devices.request.purpose).add(drawn)
-        needed = needed_work(engine.settings.arch, lengths, drawn.reshape(len(lengths), -1))
+        given = int(np.sum(drawn - responses.written()))
+        needed = needed_work(engine.settings.arch, lengths, drawn.reshape(len(lengths), -1), given)
         rollout = dataclasses.replace(responses.rollout(), work=devices.take_work(needed))
         records = responses.records
         if records is None:

@@ -38,9 +38,13 @@ class ExpertRecords:
         """
         for prompt, count, found in zip(prompts, fed, experts, strict=True):
             begun, length = int(self._begun[prompt * self.num_samples]), len(self.prompts[prompt])
+            known = len(self.responses[prompt * self.num_samples])
+            new = count - length - known  # tokens that were begun and have not been fed before, the last ones
             if not begun:
                 self.prompts[prompt][:count] = found[len(found) - count :]
-            elif count == length + begun:  # the last token that was begun has not been fed before
+            elif known and new > 0:
+                self._put(prompt, known, found[len(found) - new :])
+            elif new == begun:  # nothing is known of them
                 self._put(prompt, begun - 1, found[-1:])
 
     def add_chunk(self, rows: np.ndarray, starts: np.ndarray, experts: np.ndarray) -> None:

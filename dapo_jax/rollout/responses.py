@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
@@ -38,6 +40,7 @@ class Request:
     max_tokens: int | None = None  # most to draw for a response; None = max_response_length
     stop: StopRule | None = None  # ends a response at a stop string
     waits: Waits | None = None  # whether a response that has ended waits for tokens of an environment; None = none does
+    turn_length: int = 0  # tokens that the policy may write between two of these waits; 0 = any
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Responses:
 
     Args:
         limits: [B], most tokens of each response, at most max_response_length.
+        turn_length: as in Request.
         begun: the first tokens of each response, which the engine has as the end of its prompt.
     """
 
@@ -63,6 +67,7 @@ class Responses:
         *,
         stop: StopRule | None = None,
         waits: Waits | None = None,
+        turn_length: int = 0,
         begun: Rollout | None = None,
         on_finished: OnFinished | None = None,
     ) -> None:
@@ -82,6 +87,12 @@ class Responses:
             if begun.by_policy is not None:
                 self.given[:] = begun.mask & ~begun.by_policy
         self.begun: np.ndarray = self.mask.sum(axis=1)  # [B] tokens
+        self.turn_length = turn_length or settings.max_response_length
+        self.ends = np.minimum(self._turns() + self.turn_length, limits)  # [B], most tokens with this turn
+
+    def _turns(self, rows: Any = slice(None)) -> np.ndarray:
+        """The first token after an environment's last."""
+        return np.max(self.given[rows] * np.arange(1, self.given.shape[1] + 1), axis=1, initial=0)
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray | int) -> None:
         """Adds a chunk whose first token is number `starts`, [B] or one for all, of what is drawn for `rows` [B]."""
@@ -90,7 +101,7 @@ class Responses:
         starts = self.begun[rows] + np.broadcast_to(starts, alive.shape)[alive]
         places = starts[:, None] + np.arange(chunk.tokens.shape[1])
         known = self.mask[rows].sum(axis=1)  # a row that was given up, or has waited, is read again
-        within = (places >= known[:, None]) & (places < self.limits[rows, None])
+        within = (places >= known[:, None]) & (places < self.ends[rows, None])
         taken = chunk.mask[alive] & within
         row, place = np.broadcast_to(rows[:, None], places.shape)[within], places[within]
         self.mask[row, place] = taken[within]
@@ -98,15 +109,13 @@ class Responses:
         self.logprobs[row, place] = np.where(taken, chunk.logprobs[alive], 0.0)[within]
         self.complete[rows] = np.any(np.isin(chunk.tokens[alive], self.settings.eos_ids) & taken, axis=1)
         if self.stop is not None:
-            after = np.arange(1, self.given.shape[1] + 1)
-            turns = np.max(self.given[rows] * after, axis=1, initial=0)  # the first token after an environment's last
-            for at, start, turn in zip(rows.tolist(), known.tolist(), turns.tolist(), strict=True):
+            for at, start, turn in zip(rows.tolist(), known.tolist(), self._turns(rows).tolist(), strict=True):
                 kept = self.stop(self.tokens[at, self.mask[at]].tolist()[turn:], start - turn)
                 if kept is not None:
                     kept += turn
                     self.mask[at, kept:], self.tokens[at, kept:], self.logprobs[at, kept:] = False, pad_id, 0.0
                     self.complete[at] = True
-        self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.limits[rows])
+        self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.ends[rows])
         if self.waits is not None:
             self._park(rows, self.waits)
         if self.records is not None and chunk.experts is not None:  # those of a prompt come in a call of their own
@@ -116,7 +125,7 @@ class Responses:
     def _park(self, rows: np.ndarray, waits: Waits) -> None:
         """Rows that the policy has ended wait, if they have room and are to."""
         lengths = self.mask.sum(axis=1)
-        for row in rows[self.complete[rows] & (lengths[rows] < self.limits[rows])].tolist():
+        for row in rows[self.complete[rows] & (lengths[rows] < self.settings.max_response_length)].tolist():
             if waits(row, self.tokens[row, : lengths[row]].tolist()):
                 self.parked[row], self.complete[row], self.ended[row] = True, False, False
 
@@ -124,13 +133,18 @@ class Responses:
         """Hands on rows that have ended."""
         if self.records is not None:
             for row in rows.tolist():
-                self.records.end(row, int(self.mask[row].sum()))
+                own = np.flatnonzero(self.mask[row] & ~self.given[row])
+                self.records.end(row, int(own.max(initial=-1)) + 1)  # what the environment said last is not fed yet
         if self.on_finished is not None and rows.size:
             self.on_finished(rows, self.rollout())
 
-    def append(self, row: int, tokens: Sequence[int]) -> None:
-        """A row that waits goes on after these tokens, which the policy has not written; raises as `Pending.resume`."""
-        known, limit = int(self.mask[row].sum()), int(self.limits[row])
+    def append(self, row: int, tokens: Sequence[int], limit: int | None = None) -> None:
+        """A row that waits goes on after these tokens, which the policy has not written; raises as `Pending.resume`.
+
+        Args:
+            limit: tokens until which there is room; None = its own.
+        """
+        known, limit = int(self.mask[row].sum()), int(self.limits[row]) if limit is None else limit
         if not self.parked[row] or not 0 < len(tokens) < limit - known:
             raise InputError(
                 f"{len(tokens)} tokens for row {row} must be at least one and fewer than {limit - known}, and it must "
@@ -138,10 +152,10 @@ class Responses:
             )
         new = slice(known, known + len(tokens))
         self.tokens[row, new], self.mask[row, new], self.given[row, new] = tokens, True, True
-        self.parked[row] = False
+        self.parked[row], self.ends[row] = False, min(new.stop + self.turn_length, limit)
 
     def end(self, row: int, complete: bool) -> None:
-        """A row that waits ends as it is."""
+        """A row that waits ends."""
         self.parked[row], self.complete[row], self.ended[row] = False, complete, True
         self._finish(np.array([row]))
 
@@ -156,7 +170,8 @@ class Responses:
 
     def written(self) -> np.ndarray:
         """[B] of these, the tokens that the policy wrote."""
-        return self.drawn() - self.given.sum(axis=1)
+        later = np.arange(self.given.shape[1]) >= self.begun[:, None]
+        return self.drawn() - np.sum(self.given & later, axis=1)
 
     def rollout(self) -> Rollout:
         """The responses so far; their experts are not known before they end."""
@@ -170,12 +185,16 @@ class JoinedResponses:
     def __init__(self) -> None:
         self.parts: dict[int, Responses] = {}  # by their first row
 
-    def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray) -> None:
-        """As `Responses.add`, of what lies on the devices."""
+    def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray) -> int:
+        """As `Responses.add`, of what lies on the devices; returns how many tokens of a row the chunk has."""
         recorded = any(part.records is not None for part in self.parts.values())
         chunk = fetch(chunk if recorded else dataclasses.replace(chunk, experts=None))
+        if chunk.count is not None:
+            count = int(chunk.count)
+            chunk = jax.tree.map(lambda x: x[:, :count], dataclasses.replace(chunk, count=None))
         for part, own in self._parts_of(rows):
             part.add(chunk, own, starts)
+        return chunk.tokens.shape[1]
 
     def add_prompts(self, prompts: np.ndarray, fed: np.ndarray, experts: np.ndarray) -> None:
         """As `ExpertRecords.add_prompts`."""
@@ -195,6 +214,13 @@ class JoinedResponses:
             if first <= row < first + len(part.limits):
                 return part.tokens[row - first, part.begun[row - first] : part.mask[row - first].sum()]
         return np.zeros(0, np.int32)
+
+    def most_of(self, row: int) -> int:
+        """Tokens of a response after those that it has begun with, at most, unless it returns once more."""
+        for first, part in self.parts.items():
+            if first <= row < first + len(part.limits):
+                return int(part.ends[row - first] - part.begun[row - first])
+        return 0
 
     def _parts_of(self, rows: np.ndarray) -> Iterator[tuple[Responses, np.ndarray]]:
         """Each part, with `rows` as it numbers them, -1 for those of other parts."""

@@ -133,7 +133,10 @@ def read_episodes(
     for rows, _ in problems.by_function():
         for row in rows:
             if row.task not in environments.speaks_first:
-                environments.speaks_first[row.task] = bool(try_on(environments.pool, row, config.seed)[0].messages)
+                first, *_ = replies = try_on(environments.pool, row, config.seed)
+                said = [dataclasses.asdict(reply) for reply in replies]
+                check_agreement({f"what the environment says in its trial for {row.origin}": said})
+                environments.speaks_first[row.task] = bool(first.messages)
     return config, problems
 
 

@@ -27,7 +27,8 @@ from dapo_jax.rollout.engine import Engine, Pending
 from dapo_jax.rollout.layout import CHUNK, EngineSettings
 from dapo_jax.rollout.responses import Request, StopRule
 from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.run.episodes import Environments, Episodes, always, play
+from dapo_jax.run.episodes import Environments
+from dapo_jax.run.turns import Episodes, always, play
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +49,16 @@ class Sampler:
 
     def request(self, weights: Any, num_samples: int, purpose: int, sampling: Sampling, **sizes: Any) -> Request:
         """A request whose responses end at the stop strings; `sizes` are further fields of it."""
-        stop = stop_rule(self.tokenizer, self.stop) if self.stop else None
-        waits = None if self.environments is None else always
-        return Request(weights, num_samples, purpose, sampling, stop=stop, waits=waits, **sizes)
+        sizes["stop"] = stop_rule(self.tokenizer, self.stop) if self.stop else None
+        if self.environments is not None:
+            sizes |= {"waits": always, "turn_length": self.environments.settings.max_turn_length}
+        return Request(weights, num_samples, purpose, sampling, **sizes)
 
     def prompt_lengths(self, lengths: np.ndarray) -> np.ndarray:
         """Tokens of prompts, at most: an environment may add to them."""
         if self.environments is None or not self.environments.may_speak_first:
             return lengths
-        return np.full(len(lengths), self.environments.max_prompt_length)
+        return np.full(len(lengths), self.environments.data.max_prompt_length)
 
     def sample(
         self,
@@ -128,7 +130,8 @@ class GroupRollout:
         """The groups that were started first, with the verdicts on them."""
         numbers, rows, tokens, pending, verification = self._started[0]
         with self.sampler.stage("gen"):
-            play([(one.pending, one.verification) for one in self._started if isinstance(one.verification, Episodes)])
+            started = [(one.pending, one.verification) for one in self._started]
+            play([(one, episodes) for one, episodes in started if isinstance(episodes, Episodes)])
             rollout = pending.wait()
         with self.sampler.stage("reward"):
             verdicts = verification.wait()
@@ -183,7 +186,7 @@ def groups_of(
         logprobs=grouped(rollout.logprobs),
         finished=grouped(rollout.finished),
         texts=by_group(texts, num_samples),
-        scores={name: grouped(values) for name, values in _scores(verdicts).items()},
+        scores={name: grouped(values) for name, values in scores_of(verdicts).items()},
         versions=np.array(np.broadcast_to(versions, len(prompts)), np.int64),
         failed=grouped([verdict.error is not None for verdict in verdicts]),
         by_policy=None if rollout.by_policy is None else grouped(rollout.by_policy),
@@ -200,7 +203,7 @@ def by_group(values: Sequence[Any], num_samples: int) -> list[list[Any]]:
     return [list(values[first : first + num_samples]) for first in range(0, len(values), num_samples)]
 
 
-def _scores(verdicts: Sequence[Verdict]) -> dict[str, np.ndarray]:
+def scores_of(verdicts: Sequence[Verdict]) -> dict[str, np.ndarray]:
     """The numbers [B] of the verdicts by name, NaN where a verdict has none, and everywhere without a verdict."""
     names = dict.fromkeys(name for verdict in verdicts for name in verdict.numbers)
     if any(verdict.error is not None for verdict in verdicts):

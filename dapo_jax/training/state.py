@@ -24,6 +24,7 @@ from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.other_runs import Origin
 from dapo_jax.run.parts import Run
 from dapo_jax.run.progress import Progress, best_of, kl_coef_of, of_held_out, resumed_coefficient, without_best
+from dapo_jax.run.segments import Segments
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,12 @@ def save_state(run: Run, checkpoints: Checkpoints, state: RunState, *, replace: 
     """Begins to write `state`, with how good its policy is."""
     progress = dataclasses.replace(state.progress, saved_at=time.time())
     with run.monitor.stage("save_checkpoint"):
-        checkpoints.save(state.models, progress, saved_arrays(state), metric=progress.quality, replace=replace)
+        arrays = saved_arrays(state, run.problems.train_set)
+        checkpoints.save(state.models, progress, arrays, metric=progress.quality, replace=replace)
 
 
-def saved_arrays(state: RunState) -> dict[str, Any]:
-    """What is saved of `state` besides models and progress: NumPy arrays, nested by name."""
+def saved_arrays(state: RunState, prompts: PromptSet | None = None) -> dict[str, Any]:
+    """What is saved of `state` besides models and progress: NumPy arrays, nested by name; `prompts` as `to_arrays`."""
     stream, ahead = state.stream, state.ahead
     arrays: dict[str, Any] = {
         "next_prompt": np.array(stream.next_prompt),
@@ -92,12 +94,12 @@ def saved_arrays(state: RunState) -> dict[str, Any]:
     if stream.lowest:
         arrays["lowest"] = {name: np.array(value) for name, value in stream.lowest.items()}
     if stream.carried is not None:
-        arrays["carried"] = to_arrays(stream.carried)
+        arrays["carried"] = to_arrays(stream.carried, prompts)
     if stream.begun is not None:
-        arrays["begun"] = to_arrays(stream.begun)
+        arrays["begun"] = to_arrays(stream.begun, prompts)
     if ahead is not None:
         numbers = json.dumps([ahead.metrics, ahead.num_kept, ahead.num_evaluated])
-        groups = {} if ahead.experience is None else {"experience": to_arrays(ahead.experience)}
+        groups = {} if ahead.experience is None else {"experience": to_arrays(ahead.experience, prompts)}
         arrays["ahead"] = {"numbers": np.frombuffer(numbers.encode(), np.uint8), **groups}
     return arrays
 
@@ -167,7 +169,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
     check_sampling(run.config.data, run.config.rollout, run.config.algorithm, stream, ahead, sampled_at)
     if stream.begun:
-        _check_begun(stream.begun, progress.step, run.config.rollout.segment_length)
+        segments = Segments(run.config.rollout.segment_length, run.config.data.max_response_length)
+        segments.check(stream.begun, progress.step)
     return RunState(models, progress, stream, learnt.state(), ahead)
 
 
@@ -232,14 +235,3 @@ def check_sampling(
                 f"the checkpoint holds groups that were sampled with {name}={found}, and the run has {wanted}: restore "
                 "that value, or start in a new workdir with model.path set to this one"
             )
-
-
-def _check_begun(groups: Experience, step: int, segment_length: int) -> None:
-    """Raises InputError unless the run can continue the responses that were under way after training step `step`."""
-    lengths, limit = groups.mask.sum(axis=-1), groups.mask.shape[-1]
-    under_way = ~groups.finished & (lengths < limit)
-    if (lengths != (step - groups.versions)[:, None] * segment_length)[under_way].any():
-        raise InputError(
-            "the checkpoint holds responses that were begun with another rollout.segment_length than the run's "
-            f"{segment_length}: restore that value, or start in a new workdir with model.path set to this one"
-        )

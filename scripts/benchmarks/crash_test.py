@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
+CLOCK = ("time/", "timing", "perf/", "environment/time_s/", "dynamic_sampling/first_release_s")
 OF_A_RUN = {"log_bytes", "run", "workdir", "started_at", "saved_at", "step_seconds", "lost_seconds"}  # of Progress
 OF_A_RUN |= {"stream", "record"}  # checksums, also of memory that is free
 STAGES = ("gen", "reward", "update_actor", "testing", "save_checkpoint", "records", "anywhere")

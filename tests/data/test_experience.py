@@ -92,6 +92,15 @@ def test_a_checkpoint_restores_tokens_scores_and_writers(make):
         assert to_arrays(whole)["experts"].dtype == found.prompt_experts[0].dtype == np.int8
 
 
+def test_a_checkpoint_restores_prompts_that_an_environment_has_added_to():
+    whole = plain(4, 3)
+    of_rows = PromptSet([], [[row - 100] for row in range(107)])
+    longer = dataclasses.replace(whole, prompts=[[4], [5, 8, 9], [6]])
+    assert set(to_arrays(longer, of_rows)) - set(to_arrays(whole, of_rows)) == {"prompts", "prompt_tokens"}
+    for known in (whole, longer):
+        assert from_arrays(to_arrays(known, of_rows), of_rows, character_tokenizer()).prompts == known.prompts
+
+
 def test_a_checkpoint_holds_what_it_has_always_held():
     names = {"numbers", "rows", "responses", "mask", "logprobs", "finished", "versions", "score score"}
     assert set(to_arrays(plain(4, 3))) == names

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from environments.played import Desk, Sums
+from rollout.test_returns import turns_of
 from small_run import assert_same_policy, resumed, rows_without_clock, small_config, sums
 
 import dapo_jax as dx
@@ -77,12 +78,26 @@ def test_slots_and_chunks_change_no_token_or_reward():
     for changes in (
         {"rollout.n": 4, "rollout.max_num_seqs": 8},
         {"rollout.decode_chunk_length": 4, "environment.num_workers": 3},
+        {"environment.max_turn_length": 25},  # more than a response may have
     ):
         found = generated(**changes)
         for name in ("tokens", "mask", "by_policy", "finished"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
         np.testing.assert_equal(found.scores, expected.scores)
+
+
+@pytest.mark.slow
+def test_a_turn_that_reaches_its_limit_ends_the_episode_and_is_answered():
+    most, cut = 8, 0
+    whole, found = generated(), generated(**{"environment.max_turn_length": most})
+    for row in np.ndindex(whole.mask.shape[:2]):
+        ends = [begin + most for begin, end in turns_of(whole.by_policy[row]) if end - begin > most]
+        length = min([whole.mask[row].sum(), *ends])
+        np.testing.assert_array_equal(found.tokens[row][found.mask[row]], whole.tokens[row][:length])
+        assert found.scores["num_turns"][row] == len(turns_of(found.by_policy[row])), "the last turn is answered"
+        cut += bool(ends)
+    assert not found.finished.any() and 0 < cut < whole.finished.size
 
 
 @pytest.mark.slow
@@ -134,15 +149,13 @@ def test_a_group_in_which_the_environment_fails_is_left_out_and_if_all_do_the_ru
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout.segment_length": 4}, "rollout.segment_length=4 cannot be combined with environment.path yet"),
-        ({"algorithm.filter_groups.leftover": "carry"}, "leftover=carry saves none of it"),
         ({"algorithm.adv_estimator": "cpo"}, "adv_estimator=cpo writes prompts of its own"),
-        (
-            {"trainer.num_processes": 2, "trainer.coordinator": "a:1", "trainer.process_id": 0},
-            "cannot be combined with",
-        ),
         ({"environment.path": "Lake"}, "environment.path='Lake' must be FILE.py:CLASS"),
         ({"environment.tools": ("twice",)}, "environment.tools='twice' must be FILE.py:FUNCTION"),
+        (
+            {"environment.max_turn_length": 3, "rollout.min_response_length": 3},
+            "must be more than rollout.min_",
+        ),
         ({"environment.path": "", "environment.max_turns": 2}, "is not read without environment.path or"),
         ({"environment.path": '{"a": "Lake"}'}, "environment.path='Lake' must be FILE.py:CLASS"),
         ({"environment.path": '{"a b": "lake.py:Lake"}'}, "must be a class, or a JSON object of classes by names"),

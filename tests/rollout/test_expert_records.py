@@ -125,6 +125,14 @@ def test_what_is_unknown_of_a_response_is_minus_one():
         assert records.responses[0].ravel().tolist() == [-1, 0, 1, 2]
 
 
+@pytest.mark.parametrize(("fed", "expected"), [(8, [0, 1, 7, 8, 9]), (7, [0, 1, 8, 9])])
+def test_tokens_with_which_a_response_has_paused_are_recorded_when_they_are_read(fed, expected):
+    """A prompt of three tokens, and five of the response, of which the last three had not been fed."""
+    records = ExpertRecords(CHOICES, [3], np.array([5]), [numbered(2)])
+    records.add_prompts([0], [fed], numbered(1, 10))
+    assert records.responses[0].ravel().tolist() == expected
+
+
 def test_a_row_that_begins_again_is_recorded_again():
     records = ExpertRecords(CHOICES, [2], np.array([0, 0]), None)
     records.add_prompts([0], [1], numbered(1, 4))

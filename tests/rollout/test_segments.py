@@ -10,8 +10,6 @@ from shapes import mesh_of
 from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
 
 from dapo_jax.data.prompts import PromptSet
-from dapo_jax.errors import InputError
-from dapo_jax.rollout.responses import Request
 from dapo_jax.rollout.sampling import TRAIN
 from dapo_jax.run.sampler import Sampler
 from dapo_jax.run.segments import SegmentedRollout, Segments
@@ -48,6 +46,7 @@ def test_a_policy_that_does_not_change_draws_whole_responses(kind, shape, length
         groups = rollout.first_segments(numbers)
         for step in range(1, -(-dense().length // length)):
             assert (groups.mask.sum(axis=-1) <= step * length).all()
+            rollout.version = step
             groups = rollout.continued(groups)
     built.close()
     assert segments.ended(groups).all()
@@ -55,12 +54,6 @@ def test_a_policy_that_does_not_change_draws_whole_responses(kind, shape, length
         found = getattr(groups, name)
         expected = getattr(reference, name).reshape(-1, SAMPLES, *found.shape[2:])[numbers]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if name == "logprobs" else 0)
-
-
-def test_responses_that_return_are_refused():
-    request = Request({}, SAMPLES, TRAIN, FREE, waits=lambda row, tokens: True)
-    with pytest.raises(InputError, match=r"rollout.segment_length=7: .* sampled whole: set it to 0"):
-        SegmentedRollout(None, request, PromptSet([], []), int, None, segments=Segments(7, 70), begun=None)
 
 
 @pytest.mark.slow
