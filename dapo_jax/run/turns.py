@@ -87,11 +87,8 @@ class Episodes:
         self.asked = {}
         for row in sorted(heard):
             self._answer(pending, row, *heard[row])
-        for row in pending.parked.tolist():
-            if self._numbers[row] in self._faults:
-                self._end(pending, row, "fault")
-            else:
-                self.asked[row] = self._ask(row, pending.tokens(row))
+        for row in pending.parked.tolist():  # of groups with a fault too: which row is first depends on the schedule
+            self.asked[row] = self._ask(row, pending.tokens(row))
 
     def begin(self, ended: np.ndarray, rollout: Rollout) -> None:
         """As `Verification.begin`. A last turn that has filled the length of its episode is answered as well."""
