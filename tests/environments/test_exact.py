@@ -79,8 +79,8 @@ def assert_equal(found, expected):
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
 
 
-@pytest.mark.short("22")
-@pytest.mark.long("6")
+@pytest.mark.slow
+@pytest.mark.long("6", "22")
 @pytest.mark.parametrize("segment", [1, 6, 22])
 def test_episodes_in_segments_are_whole_episodes(segment):
     """Also where a turn ends at a segment's end, and what the environment says reaches past one or several."""
@@ -92,6 +92,7 @@ def test_episodes_in_segments_are_whole_episodes(segment):
 
 
 @pytest.mark.slow
+@pytest.mark.long("'rollout.decode_chunk_length': 4")
 @pytest.mark.parametrize(
     "changes",
     [
