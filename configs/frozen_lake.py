@@ -4,7 +4,7 @@
     python configs/frozen_lake.py    (writes data/frozen_lake/3x3/train.jsonl and others, and says what chance achieves)
     python -m dapo_jax.train --config configs/frozen_lake.py
 
-Hardware: anything; two CPU cores take about three minutes. Expect: accuracy on 12 boards of 3x3 that are not trained on
+Hardware: two CPU cores; about three minutes. Expect: accuracy on 12 boards of 3x3 that are not trained on
 from 0.02 to 0.74 (docs/results/environments.md), where a player who draws among all moves reaches the goal with
 probability 0.04, and one who draws among right and down with 0.38. No demonstration comes first: the policy finds the
 letters of moves, then that most of them should be right or down, then the holes.

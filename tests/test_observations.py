@@ -246,6 +246,8 @@ def test_metrics_histograms_and_texts_count_what_the_policy_wrote():
         metrics = experience_metrics(accepted, DataConfig(), Order()) | sampling_metrics(accepted)
         row = step_row(Collected(shaped, {}, 3, 3), metrics, {}, [TRUTH] * 3, character_tokenizer(), num_samples=4)
         assert all(np.isfinite(list(row["metrics"].values())))
+        turns = [sample.pop("turns", []) for sample in row["samples"]]  # which show who wrote what
+        assert all(turns) == (one.by_policy is not None)
         found.append((row, _Measured.of(dataclasses.replace(shaped, answers=[])).lengths.tolist()))
     clipped = length_metrics("response", np.array([2, 3]), 4, np.array([2, 4]))
     assert clipped["response_length/clip_ratio"] == 0.5 and clipped["response_length/max"] == 3

@@ -122,7 +122,7 @@ def _freeze_value(key: str, value: Any) -> Any:
             value = json.dumps(plain, default=_named)
         except (TypeError, ValueError) as error:
             raise InputError(f"{key}={value!r} must hold only JSON values ({error}): correct it") from error
-    if key in (*FUNCTIONS, "reward.functions") and isinstance(value, str) and value.startswith("{"):
+    if key in FUNCTIONS and isinstance(value, str) and value.startswith("{"):
         return _with_whole_paths(value)
     if key in FUNCTIONS and isinstance(value, str | tuple):
         return absolute(value) if isinstance(value, str) else tuple(map(absolute, value))

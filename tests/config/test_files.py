@@ -174,17 +174,14 @@ def test_the_home_of_the_user_is_known_in_every_path(monkeypatch):
     assert task.files == ("/home/me/x.jsonl",)
 
 
-def test_functions_and_classes_have_the_whole_path_of_their_file_also_by_name(tmp_path, monkeypatch):
+def test_classes_and_tools_have_the_whole_path_of_their_file_also_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = default_config()
     config.environment.path = {"lake": "lake.py:Lake", "desk": "package.desk.Desk"}
-    config.reward.functions = {"right": {"function": "own.py:right", "weight": 0.5}, "short": "own.py:short"}
     config.environment.tools = ("desk.py:add",)
     frozen = freeze(config)
     whole = f"{tmp_path}/"
     assert json.loads(frozen.environment.path) == {"lake": whole + "lake.py:Lake", "desk": "package.desk.Desk"}
-    parts = json.loads(frozen.reward.functions)
-    assert parts == {"right": {"function": whole + "own.py:right", "weight": 0.5}, "short": whole + "own.py:short"}
     assert frozen.environment.tools == (whole + "desk.py:add",)
     config.environment.path = "{not JSON"
     assert freeze(config).environment.path == "{not JSON", "its reader refuses it"
