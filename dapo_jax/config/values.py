@@ -122,26 +122,20 @@ def _freeze_value(key: str, value: Any) -> Any:
             value = json.dumps(plain, default=_named)
         except (TypeError, ValueError) as error:
             raise InputError(f"{key}={value!r} must hold only JSON values ({error}): correct it") from error
-    if key in FUNCTIONS and isinstance(value, str) and value.startswith("{"):
-        return _with_whole_paths(value)
     if key in FUNCTIONS and isinstance(value, str | tuple):
-        return absolute(value) if isinstance(value, str) else tuple(map(absolute, value))
+        return _with_whole_paths(value) if isinstance(value, str) else tuple(map(absolute, value))
     return without_tilde(value) if key in PATHS else value
 
 
 def _with_whole_paths(text: str) -> str:
-    """The JSON of several functions by name, with the whole path of each one's file; any other text as it is."""
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: whole(part) for name, part in value.items()}
-        return absolute(value) if isinstance(value, str) else value
-
+    """The name of a function, or the JSON of several by name, with the whole path of each one's file."""
+    if not text.startswith("{"):
+        return absolute(text)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return text  # which its reader refuses
-    return text if whole(found) == found else json.dumps(whole(found))
+    return json.dumps({name: absolute(one) if isinstance(one, str) else one for name, one in found.items()})
 
 
 def _named(value: Any) -> str:

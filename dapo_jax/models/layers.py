@@ -55,7 +55,9 @@ def run_layers(
 
     def unrolled(hidden: Any, end: int) -> Any:
         places = range(len(results), end)
-        layers = weights if isinstance(weights, list) else layer_weights(weights, arch) if places else []
+        if not places:
+            return hidden
+        layers = weights if isinstance(weights, list) else layer_weights(weights, arch)
         for place in places:
             cache = None if caches is None else caches[place]
             hidden, result = steps[arch.layers[place]](hidden, layers[place], cache)

@@ -144,8 +144,8 @@ class Queue:
     """Prompts that have been added, in order: prompt q has rows q * num_samples and following.
 
     Args:
-        lookahead: chunks dispatched before the result of one is read. None if rows return: each turn would end a
-            chunk later.
+        lookahead: chunks dispatched before the result of one is read; 0 where rows return, as each turn would else
+            end a chunk later.
     """
 
     def __init__(self, layout: Layout, *, lookahead: int = 0) -> None:

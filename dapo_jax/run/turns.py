@@ -1,8 +1,8 @@
 """Host: episodes of several turns while responses are sampled: what the environment says joins the response.
 
-A response that the policy has ended waits for the environment and gives up its slot, while a chunk of the others is
-decoded. Tokens, rewards and the schedule depend on the policy, the prompts and what the environment says, not on how
-long that takes, nor in which process it runs.
+A response that the policy has ended waits for the environment, while a chunk of the others is decoded. Tokens, rewards
+and the schedule depend on the policy, the prompts and what the environment says, not on how long that takes, nor in
+which process it runs.
 """
 
 import logging
