@@ -18,6 +18,7 @@ class Layer:
     rotary: bool = True  # False: queries and keys carry no position
     theta: float | None = None  # base of its own rotary embedding, which is not scaled; None: the architecture's
     experts: bool = False  # a mixture of experts instead of one dense feed-forward network
+    delta: bool = False  # linear attention by a gated delta rule instead of attention
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,28 @@ class Experts:
     biased: bool = False  # experts are chosen by their scores plus a bias of each, which is not trained
     scale: float = 1.0  # of the weights of a token's experts
     shared_size: int = 0  # F of a dense network next to them, for all tokens
+    shared_gated: bool = False  # whose result each token scales by a gate of its own
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Sizes of the layers with linear attention: each value head has a state of key_dim x value_dim numbers."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    filter_width: int  # tokens that the convolution before it sees, with the token itself
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token's queries, keys and values, which the convolution takes."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def flops(self) -> float:
+        """Operations of a token besides the layer's projections, one token after the other, and its convolution."""
+        return 6.0 * self.value_heads * self.key_dim * self.value_dim + 2.0 * self.filter_width * self.channels
 
 
 class Choices(NamedTuple):
@@ -71,7 +94,9 @@ class Architecture:
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
     scalar_head: bool = False  # one number per token instead of the vocabulary's scores
+    gated_attention: bool = False  # what heads attend to is scaled by a gate, which their queries carry
     experts: Experts | None = None  # of the layers that have them
+    delta: Delta | None = None  # of the layers that have linear attention
     rotary_size: int = 0  # of H, the first numbers of queries and keys, which carry positions; 0: all
     first: tuple[Layer, ...] = ()  # kinds of the first layers, where they are others
     pattern: tuple[Layer, ...] = (Layer(),)  # kinds of consecutive layers, repeated from there to the last
@@ -106,6 +131,10 @@ class Architecture:
             return ()
         if leaf.startswith(("router", "expert", "shared")):
             return tuple(i for i, kind in enumerate(self.layers) if kind.experts)
+        if leaf.startswith("delta"):
+            return tuple(i for i, kind in enumerate(self.layers) if kind.delta)
+        if leaf.startswith(("query", "key", "value", "output")):
+            return tuple(i for i, kind in enumerate(self.layers) if not kind.delta)
         return tuple(range(self.num_layers))
 
     def within(self, length: int) -> "Architecture":
@@ -135,6 +164,11 @@ class Architecture:
             raise InputError(f"of head_dim={self.head_dim}, {self.rotary_size} numbers cannot carry positions in pairs")
         if len({kind.window for kind in self.kinds} - {None}) > 1:
             raise InputError(f"{self.kinds}: all layers with a window must have the same")
+        if self.delta is not None and self.delta.value_heads % self.delta.key_heads:
+            raise InputError(
+                f"linear_num_value_heads={self.delta.value_heads} must be a multiple of "
+                f"linear_num_key_heads={self.delta.key_heads}"
+            )
         if self.experts is not None and self.experts.per_token > self.experts.number:
             raise InputError(
                 f"num_experts_per_tok={self.experts.per_token} must be at most num_experts={self.experts.number}"

@@ -27,7 +27,9 @@ class Family:
     default_local_theta: float | None = None  # if config.json does not name it; None: that of the other layers
     leaves_out_rotary: bool = False  # no_rope_layers, or one of no_rope_layer_interval, have no rotary embedding
     experts: Mapping[str, Any] | None = None  # mixtures of experts: fields of `Experts` that are the same in all models
-    partial_rotary: bool = False  # partial_rotary_factor of a head's numbers carry positions
+    partial_rotary: bool = False  # partial_rotary_factor of a head's numbers carry positions, ...
+    rotary_share: float = 1.0  # ... without that key, this share
+    delta: bool = False  # layers that layer_types calls linear_attention have linear attention by a gated delta rule
     nested_name: str = ""  # Hugging Face's name of its models that also take images, of which the text part is read
     reward_name: str = ""  # how the names of its reward models begin, if not by hf_name
 
@@ -44,6 +46,17 @@ GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     **WINDOW,
     "hidden_activation": "gelu_pytorch_tanh",
+}
+
+QWEN3_5 = {"qk_norm": "head", "norm_offset": 1.0, "gated_attention": True}
+QWEN3_5_DEFAULTS = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
 }
 
 FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
@@ -90,6 +103,36 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         biases=("attention_bias",),
         partial_rotary=True,
         experts={"scores": "sigmoid", "biased": True},
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5",
+        traits=QWEN3_5,
+        defaults={**QWEN3_5_DEFAULTS, "tie_word_embeddings": False},
+        biases=("attention_bias",),
+        partial_rotary=True,
+        rotary_share=0.25,
+        delta=True,
+        reward_name="Qwen3_5Text",
+        nested_name="Qwen3_5ForConditionalGeneration",
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5Moe",
+        traits=QWEN3_5,
+        defaults={
+            **QWEN3_5_DEFAULTS,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "intermediate_size": 512,  # of dense networks, which no layer has
+        },
+        biases=("attention_bias",),
+        partial_rotary=True,
+        rotary_share=0.25,
+        delta=True,
+        experts={"shared_gated": True},
+        nested_name="Qwen3_5MoeForConditionalGeneration",
     ),
     "smollm3": Family(
         "SmolLM3",

@@ -22,7 +22,7 @@ class TokenFlops:
 
     layers: float  # a token through the matrices of all layers
     head: float  # the vocabulary's scores for a token
-    pair: float  # a token that attends to a key, in all layers
+    pair: float  # a token that attends to a key, in all layers with attention
     windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # each window, and the share of layers that have it
 
     def mean(self, of_window: Callable[[int | None], Any]) -> Any:
@@ -67,11 +67,13 @@ def causal_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
 @functools.cache
 def token_flops(arch: Architecture) -> TokenFlops:
     """The operations per token and per pair of a query and a key."""
-    windows = [kind.window for kind in arch.layers]
+    windows = [kind.window for kind in arch.layers if not kind.delta]
+    recurrent = 0.0 if arch.delta is None else arch.delta.flops * (arch.num_layers - len(windows))
+    matrices = [weight for weight in weight_table(arch) if weight.stacked and weight.is_matrix]
     return TokenFlops(
-        layers=2.0 * sum(_used(weight, arch) for weight in weight_table(arch) if weight.stacked and weight.is_matrix),
+        layers=2.0 * sum(_used(weight, arch) for weight in matrices) + recurrent,
         head=2.0 * arch.vocab_size * arch.hidden_size,
-        pair=4.0 * arch.num_layers * arch.num_heads * arch.head_dim,
+        pair=4.0 * len(windows) * arch.num_heads * arch.head_dim,
         windows=tuple((window, windows.count(window) / len(windows)) for window in dict.fromkeys(windows)),
     )
 

@@ -9,15 +9,23 @@ from typing import Any
 from dapo_jax.data.model_files import is_positive_number, is_size, read_object
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import GGUF, is_gguf
-from dapo_jax.models.architecture import Architecture, Experts, Layer, kinds_of
+from dapo_jax.models.architecture import Architecture, Delta, Experts, Layer, kinds_of
 from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.rope_scaling import rope_problems, rope_type, scaling_from_hf
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+DELTA = {  # sizes of gated delta layers: Hugging Face's names and ours
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "filter_width",
+}
 OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim", "sliding_window", "query_pre_attn_scalar", "no_rope_layer_interval"),
     *("sliding_window_pattern", "n_routed_experts", "n_group", "topk_group"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+    *("shared_expert_intermediate_size", "full_attention_interval", *DELTA),
 )
 REQUIRED = (*SIZES, "rms_norm_eps")
 TYPES = {  # rule: its test, and the keys besides the sizes for which it holds where they are not null
@@ -47,7 +55,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face
 OF_SOME = "attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
 # keys that a family whose defaults have them cannot do without
 OF_EXPERTS = "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "first_k_dense_replace"
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 MAX_LAYERS = 10_000
 OF_TEXT = "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"  # may be above
 
@@ -160,7 +168,8 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
         initializer_range=hf.get("initializer_range", 0.02),
         scalar_head=scalar_head,
         experts=None if family.experts is None else _experts(hf, family.experts),
-        rotary_size=_rotary_size(size, rope.get("partial_rotary_factor", 1.0)),
+        delta=Delta(**{ours: hf[name] for name, ours in DELTA.items()}) if family.delta else None,
+        rotary_size=_rotary_size(size, rope.get("partial_rotary_factor", family.rotary_share)),
         **kinds_of(_layers(hf, family, float(local["rope_theta"]) if has_own else None)),
         **{"qkv_bias": biased, "output_bias": biased, "qk_norm": "head" * bool(hf.get("use_qk_norm")), **family.traits},
     )
@@ -239,7 +248,15 @@ def _layers(hf: dict[str, Any], family: Family, theta: float | None) -> tuple[La
         step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
         dense = [*dense, *numbers[: hf.get("first_k_dense_replace", 0)]]
         sparse = [i not in dense and (i + 1) % step == 0 for i in numbers]
-    kinds = [Layer(rotary=one, experts=other) for one, other in zip(rotary, sparse, strict=True)]
+    linear = [False for _ in numbers]
+    if family.delta:
+        types = hf.get("layer_types") or []
+        every = hf["full_attention_interval"]
+        linear = [kind == LINEAR for kind in types] or [(i + 1) % every != 0 for i in numbers]
+    kinds = [
+        Layer(rotary=one and not recurs, experts=other, delta=recurs)
+        for one, other, recurs in zip(rotary, sparse, linear, strict=True)
+    ]
     return tuple(
         replace(kind, window=hf["sliding_window"], theta=theta) if windowed else kind
         for kind, windowed in zip(kinds, _windowed(hf, family), strict=True)
@@ -272,7 +289,7 @@ def _experts(hf: dict[str, Any], fixed: Mapping[str, Any]) -> Experts:
         intermediate_size=size,
         normalized=bool(hf["norm_topk_prob"]),
         scale=float(hf.get("routed_scaling_factor", 1.0)),
-        shared_size=size * hf.get("n_shared_experts", 0),
+        shared_size=hf.get("shared_expert_intermediate_size") or size * hf.get("n_shared_experts", 0),
         **fixed,
     )
 
@@ -315,6 +332,7 @@ def _unsupported_layers(hf: dict[str, Any], family: Family) -> list[str]:
     kinds = set(map(str, hf.get("layer_types") or []))
     has_windows = family.window in ("all", "typed") or (family.window == "switched" and hf.get("use_sliding_window"))
     allowed = {FULL, SLIDING} if has_windows and window is not None else {FULL}
+    allowed |= {LINEAR} if family.delta else set()
     if kinds - allowed:
         problems.append(
             f"layer_types={sorted(kinds)} with sliding_window={window}: only {sorted(allowed)} is supported"

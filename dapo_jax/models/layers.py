@@ -13,8 +13,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax.models.architecture import Architecture, Layer
-from dapo_jax.models.attention import Scores
+from dapo_jax.models.attention import Scores, matmul
 from dapo_jax.models.experts import Routing, expert_feed_forward
+from dapo_jax.models.gated_delta import gated_delta
 from dapo_jax.models.lora import adapted, writes_narrow
 from dapo_jax.models.remat import rematerialized
 from dapo_jax.models.rope_scaling import YarnRopeScaling
@@ -126,12 +127,14 @@ def block(
     Args:
         layer: the layer's weights.
         rotations: from `rotary`.
-        attend: (query [B, T, N, H], key, value [B, T, K, H]) -> (what is attended [B, T, N, H], cache).
+        attend: (query [B, T, N, H], key, value [B, T, K, H]) -> (what is attended [B, T, N, H], cache); of a layer
+            with linear attention, as `gated_delta` takes it.
     """
-    inputs = gather_input(normed(x, layer, "attention_norm", arch), layer["query"].dtype)
-    query, key, value = _projections(kind, inputs, layer, rotations, arch)
-    attended, cache = attend(query, key, value)
-    attended = biased(adapted("btnh,nhd->btd", attended, layer, "output"), layer, "output")
+    inputs = gather_input(normed(x, layer, "attention_norm", arch), matrix_dtype(layer))
+    if kind.delta:
+        attended, cache = gated_delta(inputs, layer, attend, arch)
+    else:
+        attended, cache = _attention(kind, inputs, layer, rotations, attend, arch)
     x = x + normed(attended, layer, "attention_out_norm", arch)
     inputs, routing = normed(x, layer, "mlp_norm", arch), None
     if kind.experts:
@@ -144,17 +147,37 @@ def block(
             replayed=layer.get(REPLAYED),
         )
         if arch.experts.shared_size:
-            result = result + _feed_forward(inputs, layer, arch, "shared_")
+            shared = _feed_forward(inputs, layer, arch, "shared_")
+            if arch.experts.shared_gated:
+                shared *= jax.nn.sigmoid(matmul("btd,do->bto", inputs, layer["shared_score"]))
+            result = result + shared
     else:
         result = _feed_forward(inputs, layer, arch)
     return x + normed(result, layer, "mlp_out_norm", arch), cache, routing
 
 
+def matrix_dtype(layer: Params) -> Any:
+    """The dtype of a layer's matrices, the operands of its products."""
+    return layer["query" if "query" in layer else "delta_mixed"].dtype
+
+
+def _attention(
+    kind: Layer, x: jax.Array, layer: Params, rotations: Rotations, attend: Callable[..., Any], arch: Architecture
+) -> tuple[jax.Array, Any]:
+    """What attention adds to the residual stream, and the cache of `attend`."""
+    query, key, value, gate = _projections(kind, x, layer, rotations, arch)
+    attended, cache = attend(query, key, value)
+    attended = attended if gate is None else attended * jax.nn.sigmoid(gate)
+    return biased(adapted("btnh,nhd->btd", attended, layer, "output"), layer, "output"), cache
+
+
 def _projections(kind: Layer, x: jax.Array, layer: Params, rotations: Rotations, arch: Architecture) -> Any:
-    """Query, key and value of each head, in the dtype of matrix products."""
-    query = biased(adapted("btd,dnh->btnh", x, layer, "query"), layer, "query")
+    """Query, key and value of each head, in the dtype of matrix products, and the gate of what is attended or None."""
+    query, gate = biased(adapted("btd,dnh->btnh", x, layer, "query"), layer, "query"), None
     key = biased(adapted("btd,dkh->btkh", x, layer, "key"), layer, "key")
     value = biased(adapted("btd,dkh->btkh", x, layer, "value"), layer, "value")
+    if arch.gated_attention:
+        query, gate = jnp.split(query, 2, axis=-1)
     if arch.qk_norm:
         axes = (-2, -1) if arch.qk_norm == "projection" else -1
         query, key = (normed(one, layer, name, arch, axes) for one, name in ((query, "query_norm"), (key, "key_norm")))
@@ -164,7 +187,7 @@ def _projections(kind: Layer, x: jax.Array, layer: Params, rotations: Rotations,
         query, key = rotate(query, rotations[kind.theta]), rotate(key, rotations[kind.theta])
     dtype = layer["query"].dtype
     query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)
-    return tuple(map(checkpoint_name, (query, key, value), ("query", "key", "value")))
+    return *map(checkpoint_name, (query, key, value), ("query", "key", "value")), gate
 
 
 def _feed_forward(x: jax.Array, layer: Params, arch: Architecture, prefix: str = "") -> jax.Array:

@@ -25,6 +25,11 @@ TARGETS = {
     "gate_proj": "gate",
     "up_proj": "up",
     "down_proj": "down",
+    "in_proj_qkv": "delta_mixed",
+    "in_proj_z": "delta_gate",
+    "in_proj_b": "delta_beta",
+    "in_proj_a": "delta_decay",
+    "out_proj": "delta_output",
 }
 SHARED = "shared_"  # begins our names of the projections of a network that all tokens share, next to experts
 ALL_LINEAR = "all-linear"  # every matrix of TARGETS that the model has

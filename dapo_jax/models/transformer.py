@@ -19,7 +19,19 @@ from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention, capped, causal_attention, matmul
 from dapo_jax.models.experts import RoutingCounts, routing_counts
-from dapo_jax.models.layers import REPLAYED, KeyValue, Params, block, normed, rotary, run_layers, scores_of
+from dapo_jax.models.gated_delta import Inputs, State, last_tail, over_sequences
+from dapo_jax.models.layers import (
+    REPLAYED,
+    KeyValue,
+    Params,
+    block,
+    matrix_dtype,
+    normed,
+    rotary,
+    run_layers,
+    scores_of,
+)
+from dapo_jax.models.token_paths import paths_of
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
 
@@ -62,7 +74,8 @@ def forward_bins(
         The hidden states, and the counts of the real tokens, stacked over the layers with experts; None without.
     """
     rotations = rotary(bins.positions, arch)
-    attends = {kind: kernel.attend(bins, scores_of(kind, arch)) for kind in arch.kinds}
+    attends = {kind: kernel.attend(bins, scores_of(kind, arch)) for kind in arch.kinds if not kind.delta}
+    recur = _recurrence(bins.trees, bins.branches, arch)
     layers = params["layers"]
     if bins.experts is not None:
         layers = {**layers, REPLAYED: jnp.moveaxis(bins.experts, 2, 0)}
@@ -71,6 +84,7 @@ def forward_bins(
         def attend(query, key, value):
             return attends[kind](query, key, value), None
 
+        attend = (lambda inputs: (recur(inputs)[0], None)) if kind.delta else attend
         x, _, routing = block(kind, x, _gathered(layer, arch), rotations, attend, arch)
         if routing is not None:  # summed here: the probabilities of all layers would fill the memory
             routing = routing_counts(jax.lax.stop_gradient(routing), bins.trees > 0)
@@ -87,8 +101,8 @@ def prefill(
     """Runs left-padded prompts [Q, P].
 
     Returns:
-        The last hidden state [Q, D], each layer's keys [Q, K, H, P] and values [Q, K, P, H], and the experts of each
-        token [Q, P, l, k] in the l layers that have them.
+        The last hidden state [Q, D], each layer's keys [Q, K, H, P] and values [Q, K, P, H], or its `State`, and the
+        experts of each token [Q, P, l, k] in the l layers that have them.
     """
     hidden, found = _causal_pass(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
     caches, chosen = zip(*found, strict=True)
@@ -107,7 +121,7 @@ def decode(
 
     Args:
         attend: (kind, cache, query [B, 1, N, H], key, value [B, 1, K, H]) -> (what is attended [B, 1, N, H], new
-            cache).
+            cache); of layers with linear attention (kind, cache, gated_delta.Inputs) -> the same.
         params: weights, layers as a list.
         tokens, positions: [B] int32.
         caches: one of each layer, of any kind.
@@ -176,7 +190,7 @@ def product_dtype(params: Params) -> Any:
     the gradients of their many uses add up in float32.
     """
     layers = params["layers"]
-    return (layers[0] if isinstance(layers, list) else layers)["query"].dtype
+    return matrix_dtype(layers[0] if isinstance(layers, list) else layers)
 
 
 def scalar(params: Params, hidden: jax.Array) -> jax.Array:
@@ -193,17 +207,31 @@ def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) ->
     """The hidden states of `forward`, and with `keep_cache` each layer's keys and values, and its tokens' experts."""
     x = constrain_rows(embed(params, tokens, arch))
     rotations = rotary(positions, arch)
+    recur = _recurrence(mask.astype(jnp.int32), jnp.zeros(mask.shape, jnp.int32), arch)
 
     def step(kind, x, layer, _):
         def attend(query, key, value):
             cache = _cached(key, value) if keep_cache else None
             return causal_attention(query, key, value, mask, scores_of(kind, arch)), cache
 
+        def recurred(inputs):
+            read, state = recur(inputs)
+            tail = last_tail(inputs.channels, mask, inputs.filter.shape[1]) if keep_cache else None
+            return read, State(tail, state) if keep_cache else None
+
+        attend = recurred if kind.delta else attend
         x, cache, routing = block(kind, x, layer, rotations, attend, arch)
         return constrain_rows(x), (cache, routing.chosen if keep_cache and routing is not None else None)
 
     x, found = run_layers(step, x, params["layers"], arch, remat=remat)
     return normed(x, params, "final_norm", arch), found
+
+
+def _recurrence(trees: jax.Array, branches: jax.Array, arch: Architecture) -> Callable[[Inputs], Any]:
+    """`over_sequences` of bins with these trees and branches [B, T], for all layers with linear attention."""
+    if arch.delta is None:
+        return lambda inputs: inputs
+    return functools.partial(over_sequences, paths=paths_of(trees, branches, arch.delta.filter_width), delta=arch.delta)
 
 
 def _gathered(layer: Params, arch: Architecture) -> Params:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from dapo_jax.models.architecture import Architecture, Experts
+from dapo_jax.models.architecture import Architecture, Delta, Experts
 from dapo_jax.parallel.sharding import TRAIN_RULES, Rules, weight_sharding
 
 UNTRAINED = ("router_bias",)  # leaves that no update changes
@@ -50,7 +50,7 @@ class Weight:
     @property
     def is_matrix(self) -> bool:
         """True for the operands of matrix products that may be kept in bfloat16: all but routers'."""
-        return self.initializer == "normal" and self.path[-1] != "router"
+        return self.initializer == "normal" and self.path[-1] not in ("router", "delta_filter")
 
     def stored_dtype(self, dtype: Any) -> np.dtype:
         """Of its tensors in a file of this dtype: what is added to scores stays float32, so that choices stay."""
@@ -86,7 +86,11 @@ def weight_table(arch: Architecture) -> list[Weight]:
     if arch.experts is not None:
         table += _experts(arch, arch.experts)
         if size := arch.experts.shared_size:
-            table += _feed_forward(arch, size, "shared_", "mlp.shared_experts.")
+            gated = arch.experts.shared_gated
+            table += _feed_forward(arch, size, "shared_", f"mlp.shared_expert{'' if gated else 's'}.")
+            if gated:
+                axes = "embed", "router"
+                table.append(_projection(arch, "shared_score", (D, 1), axes, "mlp.shared_expert_gate.weight", D))
     if arch.norms != "before":
         table.append(_norm(arch, "mlp_out_norm", "post_feedforward_layernorm.weight"))
     table.append(Weight(("final_norm",), (D,), ("norm",), _unit(arch), "model.norm.weight", (D,)))
@@ -100,13 +104,16 @@ def weight_table(arch: Architecture) -> list[Weight]:
 def _attention(arch: Architecture) -> list[Weight]:
     D, N, K, H = arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim
     heads = {"query": (N, "heads"), "key": (K, "kv_heads"), "value": (K, "kv_heads")}
+    sizes = {**dict.fromkeys(heads, H), "query": 2 * H if arch.gated_attention else H}
     table = [] if arch.norms == "after" else [_norm(arch, "attention_norm", "input_layernorm.weight")]
+    table += [] if arch.delta is None else _delta(arch, arch.delta)
     for name, (count, axis) in heads.items():
-        axes = "embed", axis, "head_dim"
-        table.append(_projection(arch, name, (D, count, H), axes, f"self_attn.{name[0]}_proj.weight", D))
+        axes, shape = ("embed", axis, "head_dim"), (D, count, sizes[name])
+        table.append(_projection(arch, name, shape, axes, f"self_attn.{name[0]}_proj.weight", D))
     for name, (count, axis) in heads.items() if arch.qkv_bias else ():
         hf_name = f"self_attn.{name[0]}_proj.bias"
-        table.append(_layer(arch, f"{name}_bias", (count, H), (axis, "head_dim"), hf_name, (count * H,), "zeros"))
+        shape = count, sizes[name]
+        table.append(_layer(arch, f"{name}_bias", shape, (axis, "head_dim"), hf_name, (math.prod(shape),), "zeros"))
     for name, (count, axis) in list(heads.items())[:2] if arch.qk_norm else ():
         whole = arch.qk_norm == "projection"
         shape, axes = ((count, H), (axis, "head_dim")) if whole else ((H,), ("norm",))
@@ -123,6 +130,24 @@ def _attention(arch: Architecture) -> list[Weight]:
     if arch.norms == "around":
         table.append(_norm(arch, "mlp_norm", "pre_feedforward_layernorm.weight"))
     return table
+
+
+def _delta(arch: Architecture, delta: Delta) -> list[Weight]:
+    D, V, J, M, W = arch.hidden_size, delta.value_heads, delta.value_dim, delta.channels, delta.filter_width
+    heads = "embed", "heads"
+    return [
+        _projection(arch, "delta_mixed", (D, M), ("embed", "channels"), "linear_attn.in_proj_qkv.weight", D),
+        _layer(arch, "delta_filter", (M, W), ("channels", "norm"), "linear_attn.conv1d.weight", (M, 1, W)),
+        _projection(arch, "delta_gate", (D, V, J), (*heads, "head_dim"), "linear_attn.in_proj_z.weight", D),
+        _projection(arch, "delta_beta", (D, V), heads, "linear_attn.in_proj_b.weight", D),
+        _projection(arch, "delta_decay", (D, V), heads, "linear_attn.in_proj_a.weight", D),
+        _layer(arch, "delta_decay_bias", (V,), ("heads",), "linear_attn.dt_bias", (V,), "ones"),
+        _layer(arch, "delta_rate", (V,), ("heads",), "linear_attn.A_log", (V,), "zeros"),
+        _layer(arch, "delta_norm", (J,), ("norm",), "linear_attn.norm.weight", (J,), "ones"),
+        _projection(
+            arch, "delta_output", (V, J, D), ("heads", "head_dim", "embed"), "linear_attn.out_proj.weight", V * J
+        ),
+    ]
 
 
 def _feed_forward(arch: Architecture, F: int, prefix: str = "", hf_prefix: str = "mlp.") -> list[Weight]:

@@ -27,6 +27,7 @@ TRAIN_RULES: Rules = {
     "mlp": "tensor",
     "expert": "tensor",
     "expert_mlp": None,
+    "channels": None,  # heads of queries, keys and values together, which one convolution takes
     "router": None,
     "norm": None,
     "rank": None,

@@ -29,8 +29,8 @@ ROWS, HEADS = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")  # 
 class Cache(Protocol):
     """Keys and values on the devices: `Pages` or `Stretches`."""
 
-    def with_prompts(self, found: list[tuple[jax.Array, jax.Array]], places: Any, arch: Architecture) -> Any:
-        """The cache with those of prompts, of each layer [Q, K, H, P] and [Q, K, P, H], at their places."""
+    def with_prompts(self, found: list[Any], places: Any, arch: Architecture) -> Any:
+        """The cache with those of prompts, of each layer [Q, K, H, P] and [Q, K, P, H], or a `State`, at places."""
         ...
 
     def opened(self, plan: "Plan", arch: Architecture) -> "OpenedCache":
@@ -43,7 +43,8 @@ class OpenedCache(NamedTuple):
 
     fixed: list[Any]  # of each layer, what no token changes
     carried: list[Any]  # of each layer, what goes from token to token
-    attend: Callable[..., Any]  # (index of the token, kind, (fixed, carried), ...), see transformer.decode
+    # ((index of the token, rows [b] that have not ended), kind, (fixed, carried), ...), see transformer.decode
+    attend: Callable[..., Any]
     closed: Callable[[list[Any]], Any]  # what is carried in the end -> the cache after the chunk
 
 
@@ -69,6 +70,7 @@ class Plan:
     sampled: Any  # [b] int32, tokens drawn since
     table: Any  # [b, M] int32, pages of the prompt, then its own; the place of its prompt for stretches
     destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
+    places: Any  # [b] int32, where the states of its prompt are, of layers with linear attention
     windows: Any  # of layers with a window, as in queue.Seen; None = no layer has one
     runs: Any = None  # of rows with one prompt, as in queue.Together; None for stretches
     given: Any = None  # [b, C] int32, tokens that are not drawn but taken as they are, -1 = drawn; None = all are drawn
@@ -172,7 +174,8 @@ def decode(
 
     def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
         tokens, finished, carried = carry
-        attend, layers = functools.partial(cache.attend, index), list(zip(cache.fixed, carried, strict=True))
+        attend = functools.partial(cache.attend, (index, ~finished))
+        layers = list(zip(cache.fixed, carried, strict=True))
         places = plan.prompt_lengths - 1 + plan.sampled + index
         hidden, layers, experts = transformer.decode(attend, params, tokens, places, layers, arch)
         position = plan.begun + plan.sampled + index
@@ -198,7 +201,7 @@ def decode(
         count, (tokens, finished, carried), outputs = _scan_until(enough, step, start, num_tokens)
     else:
         (tokens, finished, carried), outputs = jax.lax.scan(step, start, jnp.arange(num_tokens))
-    held = Held(_put_first(held.tokens, tokens), _put_first(held.finished, finished), cache.closed(carried))
+    held = Held(put_first(held.tokens, tokens), put_first(held.finished, finished), cache.closed(carried))
     return laid_out(held), _chunk_of(*jax.tree.map(lambda output: output.swapaxes(0, 1), outputs), count=count)
 
 
@@ -225,14 +228,24 @@ def taken(x: jax.Array, places: jax.Array) -> jax.Array:
     return jax.shard_map(lambda x, places: x[jnp.maximum(places, 0)], in_specs=(spec, ROWS), out_specs=spec)(x, places)
 
 
+def states_at(rows: Any, prompts: Any, begins: jax.Array, places: jax.Array) -> Any:
+    """States [b, ...] of rows, or where `begins` [b] those at `places` [b] of prompts."""
+
+    def chosen(row: jax.Array, prompt: jax.Array) -> jax.Array:
+        return jnp.where(begins.reshape(-1, *[1] * (row.ndim - 1)), taken(prompt, places), row)
+
+    return laid_out(jax.tree.map(chosen, rows, prompts))
+
+
 def laid_out(tree: Any) -> Any:
     """Rows on the shards of the batch, heads of keys and values on those of `tensor`."""
     return jax.tree.map(lambda x: constrain(x, HEADS if x.ndim > 1 else ROWS), tree)
 
 
-def _put_first(x: jax.Array, new: jax.Array) -> jax.Array:
+def put_first(x: jax.Array, new: jax.Array) -> jax.Array:
     """`x` [B] whose first elements on each shard are those of `new` [b]."""
-    return jax.shard_map(lambda x, new: x.at[: len(new)].set(new), in_specs=(ROWS, ROWS), out_specs=ROWS)(x, new)
+    spec = HEADS if x.ndim > 1 else ROWS
+    return jax.shard_map(lambda x, new: x.at[: len(new)].set(new), in_specs=(spec, spec), out_specs=spec)(x, new)
 
 
 def _recorded(experts: jax.Array | None, choices: Choices | None) -> jax.Array | None:

@@ -94,6 +94,7 @@ class QueueDevices(Counting):
             sampled=turn.sampled,
             table=turn.table,
             destinations=turn.destinations,
+            places=turn.places,
             windows=turn.windows,
             runs=turn.runs,
             given=given,
@@ -129,12 +130,14 @@ class QueueDevices(Counting):
         """Where a call of prefill puts the prompts that lie `at` its places."""
         layout, count, most = self.layout, self.layout.shards * size.at_once, size.width // self.layout.page_length
         pages, window_pages = (np.zeros((count, number), np.int32) for number in (most, min(layout.reach, most)))
+        states = np.zeros(count, np.int32)
         for place, one in zip(at, opened, strict=True):
+            states[place] = one.state
             pages[place, most - len(one.pages) :] = one.pages
             window_pages[place, window_pages.shape[1] - len(one.window_pages) :] = one.window_pages
         if layout.stretches:
             return pages[:, 0]
-        return pages, window_pages if layout.reach else None
+        return pages, window_pages if layout.reach else None, states if layout.states else None
 
     def _record_prompts(self) -> None:
         """Reads the experts of prompts that were prefilled, while the devices decode."""

@@ -11,6 +11,8 @@ from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.attention import queries_at_once
+from dapo_jax.models.gated_delta import state_bytes
+from dapo_jax.models.layers import matrix_dtype
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered, most_together
 from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.mesh import num_batch_shards
@@ -52,7 +54,7 @@ class EngineSettings:
 
 def cache_dtype(params: Params) -> np.dtype:
     """Keys and values have the dtype of the matrices."""
-    return params["layers"][0]["query"].dtype
+    return matrix_dtype(params["layers"][0])
 
 
 class Shape(NamedTuple):
@@ -84,6 +86,7 @@ class Layout:
     stretches: tuple[int, ...] = ()  # tokens that a row draws of which a slot may hold the keys, ascending; () = pages
     window_pages: int = 0  # of a shard and a layer with a window, with page 0; 0 = no layer has one
     reach: int = 0  # pages that a window reaches behind a chunk
+    states: int = 0  # of a shard, with place 0, for prompts' states; 0 = no layer has states, or stretches
     together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row
     returns: bool = False  # rows may wait for tokens that the policy does not write, and return
 
@@ -105,7 +108,7 @@ class Layout:
     @property
     def open_prompts(self) -> int:
         """Prompts of a shard that have pages, at most: one for each slot, and those that wait."""
-        return self.slots + 2 * self.prefills[0].at_once
+        return open_prompts(self.slots, self.prefills)
 
     def prompt_pages(self, length: int) -> int:
         """Pages of a prompt, whose last token is not prefilled."""
@@ -157,11 +160,19 @@ def choose_layout(
     token_bytes = 2 * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"] * dtype.itemsize
     rows = -(-(num_prompts or len(prompt_lengths)) // shards) * num_samples  # of a shard
     width = prompt_width(int(max(prompt_lengths)), settings.max_prompt_length)
-    sizes = _Sizes(settings, token_bytes, free_bytes * settings.memory_share, num_samples, shards, rows, drawn, width)
+    states = sum(kind.delta for kind in arch.layers) * (0.0 if arch.delta is None else state_bytes(arch.delta, dtype))
+    memory = free_bytes * settings.memory_share
+    states /= settings.mesh.shape["tensor"]
+    sizes = _Sizes(settings, token_bytes, memory, num_samples, shards, rows, drawn, width, states)
     if attend is None:
         return _of_stretches(sizes, returns)
     gathers, mean_prompt = attend is attend_gathered, float(np.mean(prompt_lengths))
     return replace(_of_pages(sizes, history, mean_prompt, gathers=gathers), returns=returns)
+
+
+def open_prompts(slots: int, prefills: Sequence[PrefillSize]) -> int:
+    """As in `Layout`."""
+    return slots + 2 * prefills[0].at_once
 
 
 class _Sizes(NamedTuple):
@@ -175,6 +186,11 @@ class _Sizes(NamedTuple):
     rows: int  # of a shard
     drawn: int  # most tokens of a response
     width: int  # tokens of a prompt, at most, with padding
+    state_bytes: float  # of a row's states in all layers with linear attention, on one device
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(not kind.delta for kind in self.settings.arch.layers)
 
     def at_once(self, width: int) -> int:
         """Prompts of this width in a call of prefill: about so many that scores and activations of a layer fit."""
@@ -202,7 +218,7 @@ def _of_stretches(sizes: _Sizes, returns: bool) -> Layout:
     most = min(sizes.rows, max(sizes.rows // 2, EPISODES)) if returns else sizes.rows
     slots = min(most, settings.max_num_seqs // sizes.shards or most)
     if not settings.max_num_seqs:
-        per_slot = sizes.token_bytes * settings.arch.num_layers * (width + stretches[-1])
+        per_slot = sizes.token_bytes * sizes.attention_layers * (width + stretches[-1]) + sizes.state_bytes
         slots = min(slots, int(sizes.memory / per_slot))
     slots, at_once = max(slots, 1), sizes.at_once(width)
     prompts = 2 + -(-slots // num_samples) + max(at_once // 2, 4 // num_samples, 1) + 2 * at_once
@@ -251,11 +267,12 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     prompt, own, of_layer = prefills[-1].width // length, max(-(-drawn // length) - 1, 0), length * sizes.token_bytes
     row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
     reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1), max(row_pages, 1))
-    full = _Pages(own, prompt, of_layer * (len(arch.layers) - with_window))
+    full = _Pages(own, prompt, of_layer * (sizes.attention_layers - with_window))
     windowed = _Pages(min(reach, own), min(reach, prompt), of_layer * with_window)
     # of a slot: a page in the making is in memory twice, as are the gathered pages of a layer
     scores = 4.0 * SCORES * arch.vocab_size / settings.mesh.shape["tensor"]
     per_slot = 2 * (full.bytes + windowed.bytes + gathers * row_pages * of_layer) + scores
+    per_slot += 3 * sizes.state_bytes  # a state is in memory twice, and so is that of its prompt, once
     tokens = min(history.held(), drawn) + length / 2 + (mean_prompt + length / 2) / sizes.num_samples
     per_row = tokens / length * full.bytes + min(tokens / length, windowed.own + windowed.prompt) * windowed.bytes
     slots = _slots(sizes, history.evenness(), per_slot=per_slot, per_row=per_row)
@@ -272,7 +289,8 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     ladder = rungs(slots, FEW_STEPS if history.evenness() >= EQUAL else STEPS, least=ROW_MULTIPLE)
     held = pages, length, length, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
     together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
-    return Layout(sizes.num_samples, sizes.shards, ladder, *held, together)
+    states = open_prompts(slots, prefills) + 1 if arch.delta else 0
+    return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together)
 
 
 def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -> int:

@@ -1,4 +1,4 @@
-"""Device: keys and values in pages, which a kernel reads where they lie.
+"""Device: keys and values in pages, which a kernel reads where they lie, and states of layers that have them instead.
 
 Sizes: A pages of C tokens, M pages that a row has at most; pages are numbered on each shard of the batch, and page 0 of
 a shard is a scratch page. Layers with a window have fewer pages, R of a row: those that the window reaches from a
@@ -13,26 +13,42 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.architecture import Architecture, Layer
+from dapo_jax.models.gated_delta import State, empty_state, next_token
 from dapo_jax.models.paged_attention import AttendPages, Reads, Runs
 from dapo_jax.parallel.sharding import constrain
-from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out
+from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, put_first, states_at, taken
+
+
+@struct.dataclass
+class States:
+    """Of a layer with linear attention."""
+
+    rows: State  # [B, ...] of each slot
+    prompts: State  # [P, ...] at each shard's places; place 0 is that of prompts without tokens, and stays empty
 
 
 @struct.dataclass
 class Pages:
     """A `decoding.Cache`."""
 
-    layers: list[Any]  # [A, K, C, 2H] of each, see models/paged_attention.py; fewer pages of layers with a window
+    # [A, K, C, 2H] of each, see models/paged_attention.py; fewer pages of layers with a window, and for those with
+    # linear attention `States`
+    layers: list[Any]
     attend: AttendPages = struct.field(pytree_node=False)
 
-    def with_prompts(self, found: list[tuple[jax.Array, jax.Array]], places: Any, arch: Architecture) -> "Pages":
+    def with_prompts(self, found: list[Any], places: Any, arch: Architecture) -> "Pages":
         """With prompts of whole pages at `places`, of layers without a window [Q, P // C] and with one [Q, at most R].
 
-        The latter are for a prompt's end. Both are 0 where there is only padding.
+        The latter are for a prompt's end; then the places [Q] of states. All are 0 where there is only padding.
         """
         layers = []
-        for kind, held, (key, value) in zip(arch.layers, self.layers, found, strict=True):
+        for kind, held, new in zip(arch.layers, self.layers, found, strict=True):
+            if kind.delta:
+                prompts = jax.tree.map(lambda x, y: _put(x, y, places[2]), held.prompts, new)
+                layers.append(held.replace(prompts=prompts))
+                continue
+            key, value = new
             of_kind = places[0] if kind.window is None else places[1]
             columns = of_kind.shape[1] * held.shape[2]
             kept = _as_pages(key[..., -columns:], value[:, :, -columns:], held.shape[2])
@@ -40,7 +56,7 @@ class Pages:
         return self.replace(layers=layers)  # pyright: ignore[reportAttributeAccessIssue]
 
     def opened(self, plan: Plan, arch: Architecture) -> OpenedCache:
-        page_length = self.layers[0].shape[2]
+        page_length = next(held.shape[2] for held in self.layers if not isinstance(held, States))
         cached = plan.prompt_lengths - 1  # tokens of the prompt in its pages, which end with the last of them
         starts = -cached % page_length
         ends = jnp.where(plan.numbers < 0, 0, cached + starts + plan.sampled)
@@ -50,8 +66,12 @@ class Pages:
             runs = Runs(plan.runs.firsts, plan.runs.lengths, ends_of_prompts)
         spec = HEADS, HEADS, HEADS, PartitionSpec(), ROWS
 
-        def attend(index, kind, layer, query, key, value):
+        def attend(moment, kind, layer, *given):
             held, tail = layer
+            if kind.delta:
+                read, state = next_token(*given, tail, moment[1], arch.delta)
+                return read, (held, state)
+            (index, _), (query, key, value) = moment, given
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
             tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
             reads = Reads(plan.table, starts, ends, runs)
@@ -63,28 +83,48 @@ class Pages:
             of_shard = jax.shard_map(of_kind, in_specs=spec, out_specs=HEADS, check_vma=False)
             return of_shard(query[:, 0], held, tail, index, reads)[:, None], (held, tail)
 
-        def closed(tails: list[jax.Array]) -> Pages:
-            layers = [
-                _put(held, tail, plan.destinations if kind.window is None else plan.windows.destinations)
-                for kind, held, tail in zip(arch.layers, self.layers, tails, strict=True)
-            ]
-            return Pages(layers, self.attend)
+        def after(kind: Layer, held: Any, tail: Any) -> Any:
+            if kind.delta:
+                return States(jax.tree.map(put_first, held.rows, tail), held.prompts)
+            return _put(held, tail, plan.destinations if kind.window is None else plan.windows.destinations)
 
-        rows = len(plan.numbers)
-        tails = laid_out([jnp.zeros((rows, *held.shape[1:]), held.dtype) for held in self.layers])
-        return OpenedCache(self.layers, tails, attend, closed)
+        def before(held: Any) -> Any:
+            if isinstance(held, States):
+                rows = jax.tree.map(lambda x: taken(x, plan.sources), held.rows)
+                return states_at(rows, held.prompts, plan.sources < 0, plan.places)
+            return laid_out(jnp.zeros((len(plan.numbers), *held.shape[1:]), held.dtype))
+
+        def closed(tails: list[Any]) -> Pages:
+            return Pages([after(*one) for one in zip(arch.layers, self.layers, tails, strict=True)], self.attend)
+
+        fixed = [None if isinstance(held, States) else held for held in self.layers]
+        return OpenedCache(fixed, [before(held) for held in self.layers], attend, closed)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("arch", "slots", "pages", "window_pages", "page_length", "dtype", "attend")
+    jax.jit, static_argnames=("arch", "slots", "pages", "window_pages", "states", "page_length", "dtype", "attend")
 )
 def empty_pages(
-    *, arch: Architecture, slots: int, pages: int, window_pages: int, page_length: int, dtype: Any, attend: AttendPages
+    *,
+    arch: Architecture,
+    slots: int,
+    pages: int,
+    window_pages: int,
+    states: int,
+    page_length: int,
+    dtype: Any,
+    attend: AttendPages,
 ) -> Held:
-    """Slots without rows, and pages that hold nothing; all counted on all shards."""
+    """Slots without rows, pages and places for states that hold nothing; all counted on all shards."""
     shape = arch.num_kv_heads, page_length, 2 * arch.head_dim
-    numbers = [pages if kind.window is None else window_pages for kind in arch.layers]
-    cache = Pages([jnp.zeros((number, *shape), dtype) for number in numbers], attend)
+
+    def of_kind(kind: Layer) -> Any:
+        if kind.delta:
+            assert arch.delta is not None
+            return States(empty_state(slots, arch.delta, dtype), empty_state(states, arch.delta, dtype))
+        return jnp.zeros((pages if kind.window is None else window_pages, *shape), dtype)
+
+    cache = Pages([of_kind(kind) for kind in arch.layers], attend)
     return laid_out(Held(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
 
 

@@ -48,7 +48,8 @@ class Calls:
         if layout.stretches:
             prompts = {"width": layout.page_length, "prompts": layout.pages * layout.shards}
             return functools.partial(empty_stretches, **sizes, **prompts, stretch=shape.stretch)
-        pages = {"pages": layout.pages * layout.shards, "window_pages": layout.window_pages * layout.shards}
+        numbers = {"pages": layout.pages, "window_pages": layout.window_pages, "states": layout.states}
+        pages = {name: number * layout.shards for name, number in numbers.items()}
         return functools.partial(empty_pages, **sizes, **pages, page_length=layout.page_length, attend=self.attend)
 
     @property
@@ -86,7 +87,8 @@ class Calls:
             row = self._rows(prompts * layout.num_samples)
             places, first = self._rows(prompts), FirstDraws(row, row, row)
         else:
-            places = places, self._rows(prompts, min(layout.reach, pages)) if layout.reach else None
+            windows = self._rows(prompts, min(layout.reach, pages)) if layout.reach else None
+            places = places, windows, self._rows(prompts) if layout.states else None
         tokens, mask = self._rows(prompts, size.width), self._rows(prompts, size.width, dtype=jnp.bool_)
         given = self.params, self.held(), tokens, mask, places, first, ANY_SAMPLING
         return _lower(self.prefill, *given, np.int32(0), np.int32(0))
@@ -98,7 +100,8 @@ class Calls:
         windows = Seen(self._rows(used, layout.reach), row, row) if layout.reach else None
         given = (self._rows(used, layout.chunk), row) if layout.returns else (None, None)
         runs = Together(row, row) if layout.together else None
-        plan = Plan(row, row, row, row, row, row, row, table, row, windows, runs, *given)
+        states = row if layout.states else None
+        plan = Plan(row, row, row, row, row, row, row, table, row, states, windows, runs, *given)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.settings.mesh))
         held = self.held(shape if layout.stretches else None)
         return _lower(self.decode, self.params, held, plan, ANY_SAMPLING, number, number)

@@ -27,6 +27,7 @@ class Opened(NamedTuple):
     shard: int
     pages: list[int]
     window_pages: list[int]  # of layers with a window, for its last pages
+    state: int  # the place of its states
 
 
 class Seen(NamedTuple):
@@ -63,6 +64,7 @@ class Turn(NamedTuple):
     sampled: np.ndarray  # [b]
     table: np.ndarray  # [b, M]
     destinations: np.ndarray  # [b]
+    places: np.ndarray | None  # [b]
     windows: Seen | None
     runs: Together | None
     pages: PagesSeen
@@ -247,7 +249,7 @@ class Queue:
         slots = min(size for size in layout.ladder if size >= most)
         used = slots * layout.shards
         rows, sources, returned = np.full(used, -1), np.full(used, -1, np.int32), np.zeros(used, bool)
-        sampled, destinations, first, window_destinations = np.zeros((4, used), np.int32)
+        sampled, destinations, states, first, window_destinations = np.zeros((5, used), np.int32)
         table, seen = np.zeros((used, layout.row_pages), np.int32), np.zeros((used, layout.reach), np.int32)
         runs = Together(*np.zeros((2, used), np.int32)) if layout.together else None
         pages = window_pages = prompt_pages = run_pages = longest = 0
@@ -265,7 +267,7 @@ class Queue:
             for slot, row in zip(places[: len(live)], live, strict=True):
                 place, held, longest = index * slots + slot, shard.held(row), max(longest, row.sampled)
                 rows[place], sources[place], sampled[place] = row.number, row.slot, row.sampled
-                returned[place] = row.returns
+                returned[place], states[place] = row.returns, row.state
                 table[place], seen[place, : len(row.seen)] = row.table, row.seen
                 first[place] = held - len(row.seen)
                 pages, window_pages = pages + held, window_pages + len(row.seen)
@@ -279,7 +281,8 @@ class Queue:
         windows = Seen(seen, first, window_destinations) if layout.reach else None
         read = PagesSeen(pages, prompt_pages, run_pages, window_pages)
         shape = Shape(slots, self._stretch)
-        return Turn(shape, rows, sources, returned, sampled, table, destinations, windows, runs, read)
+        places = states if layout.states else None
+        return Turn(shape, rows, sources, returned, sampled, table, destinations, places, windows, runs, read)
 
 
 def _places(live: Sequence[Row], slots: int) -> list[int]:

@@ -30,6 +30,14 @@ class Granted(NamedTuple):
     window_page: int = 0
 
 
+class OpenPrompt(NamedTuple):
+    """What a prompt has while rows of it may begin."""
+
+    pages: list[int]
+    window_pages: list[int]  # in layers with a window, for its last tokens
+    state: int  # the place of its states; 0 = it has none, or no tokens are prefilled
+
+
 @dataclass
 class Row:
     """A row that has begun."""
@@ -38,6 +46,7 @@ class Row:
     table: np.ndarray  # [M] pages of its prompt, then its own
     prompt_pages: int
     sampled: int  # tokens that are drawn or being drawn
+    state: int = 0  # the place of its prompt's states
     slot: int = -1  # in the last chunk; it stays there while the ladder has it
     returns: bool = False  # to this slot, after tokens that the policy has not written
     pages: list[int] = field(default_factory=list)  # its own
@@ -61,7 +70,8 @@ class Shard:
         self.parked: dict[int, Row | None] = {}  # for tokens; None = without what they have drawn
         self.free = list(range(layout.pages - 1, 0, -1))
         self.free_windows = list(range(layout.window_pages - 1, 0, -1))
-        self.prompts: dict[int, tuple[list[int], list[int]]] = {}  # pages of each, and those in layers with a window
+        self.free_states = list(range(layout.states - 1, 0, -1))
+        self.prompts: dict[int, OpenPrompt] = {}
         self.left: dict[int, int] = {}  # rows of each prompt that still need it
         self.given_up = 0  # rows
 
@@ -82,15 +92,16 @@ class Shard:
             most: rows with a slot or waiting for one.
             longest: pages of a response, at most.
         """
-        if self.layout.reach and len(self.prompts) >= self.layout.open_prompts:
+        if (self.layout.reach or self.layout.states) and len(self.prompts) >= self.layout.open_prompts:
             return False
-        held = sum(len(own) for own, _ in self.prompts.values())
+        held = sum(len(prompt.pages) for prompt in self.prompts.values())
         return self.load < most and pages <= len(self.free) and held + pages + longest < self.layout.pages
 
-    def open(self, prompt: int, num_pages: int) -> tuple[list[int], list[int]]:
-        """A prompt's pages, and those of layers with a window for its last tokens; its rows wait from now on."""
+    def open(self, prompt: int, num_pages: int) -> "OpenPrompt":
+        """What a prompt has; its rows wait from now on."""
         windows = [self.free_windows.pop() for _ in range(min(num_pages, self.layout.reach))]
-        self.prompts[prompt] = [self.free.pop() for _ in range(num_pages)], windows
+        state = self.free_states.pop() if self.layout.states and num_pages else 0
+        self.prompts[prompt] = OpenPrompt([self.free.pop() for _ in range(num_pages)], windows, state)
         self.left[prompt] = self.layout.num_samples
         self.waiting.extend(self.layout.rows(prompt).tolist())
         return self.prompts[prompt]
@@ -201,11 +212,11 @@ class Shard:
 
     def _begin(self, number: int) -> Row:
         prompt, table = number // self.layout.num_samples, np.zeros(self.layout.row_pages, np.int32)
-        pages, windows = self.prompts[prompt]
+        pages, windows, state = self.prompts[prompt]
         table[: len(pages)] = pages
         if self.copied:
             self._done(number)
-        return Row(number, table, len(pages), self.layout.prefilled, seen=list(windows))
+        return Row(number, table, len(pages), self.layout.prefilled, state, seen=list(windows))
 
     def _take(self, row: Row) -> Granted:
         row.pages.append(self.free.pop())
@@ -216,11 +227,14 @@ class Shard:
         return Granted(row.pages[-1], own[-1])
 
     def _park(self, row: Row) -> None:
-        """A row keeps its stretch, and so its slot; or its pages without a slot, unless windows have left some."""
+        """A row keeps its stretch, and so its slot; or its pages without a slot.
+
+        Unless windows have left some of them, or states have gone with the slot: then it begins again.
+        """
         self.parked[row.number] = row
         if not self.layout.stretches:
             row.slot = -1
-        if self.layout.reach:
+        if self.layout.reach or self.layout.states:
             self._free(row)
             self.parked[row.number] = None
 
@@ -238,9 +252,10 @@ class Shard:
         prompt = number // self.layout.num_samples
         self.left[prompt] -= 1
         if not self.left[prompt]:
-            pages, windows = self.prompts.pop(prompt)
+            pages, windows, state = self.prompts.pop(prompt)
             self.free.extend(pages)
             self.free_windows.extend(windows)
+            self.free_states += [state] if state else []
             del self.left[prompt]
 
 

@@ -1,4 +1,4 @@
-"""Device: keys and values of each slot's row in one stretch, for CPUs.
+"""Device: keys and values of each slot's row in one stretch, or its state in layers that have one, for CPUs.
 
 Nothing is gathered while a chunk is decoded: a slot gets a copy of its row's prompt when the row begins. Sizes: A
 places of prompts with P tokens each, W tokens of a stretch that follow those of its prompt.
@@ -13,7 +13,8 @@ from flax import struct
 
 from dapo_jax.models.architecture import Architecture, Layer
 from dapo_jax.models.attention import MASKED, capped, matmul
-from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, taken
+from dapo_jax.models.gated_delta import State, empty_state, next_token
+from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, states_at, taken
 
 
 @struct.dataclass
@@ -28,25 +29,26 @@ class KeysAndValues:
 class Stretches:
     """A `decoding.Cache`."""
 
-    rows: list[KeysAndValues]  # of each layer
-    prompts: list[KeysAndValues]
+    rows: list[Any]  # of each layer, KeysAndValues or State
+    prompts: list[Any]
 
-    def with_prompts(self, found: list[tuple[jax.Array, jax.Array]], places: Any, arch: Architecture) -> "Stretches":
+    def with_prompts(self, found: list[Any], places: Any, arch: Architecture) -> "Stretches":
         """With prompts at `places` [Q]; place 0 is scratch."""
         put = jax.shard_map(
             lambda x, new, places: x.at[places].set(new), in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS
         )
-        prompts = [
-            KeysAndValues(put(held.key, key, places), put(held.value, value, places))
-            for held, (key, value) in zip(self.prompts, found, strict=True)
-        ]
-        return Stretches(self.rows, prompts)
+        found = [one if isinstance(one, State) else KeysAndValues(*one) for one in found]
+        return Stretches(self.rows, jax.tree.map(lambda held, new: put(held, new, places), self.prompts, found))
 
     def opened(self, plan: Plan, arch: Architecture) -> OpenedCache:
-        width = self.prompts[0].value.shape[2]
+        width = _width(self.prompts)
         first = width - plan.prompt_lengths  # where each prompt begins
 
-        def attend(index, kind, layer, query, key, value):
+        def attend(moment, kind, layer, *given):
+            if kind.delta:
+                read, held = next_token(*given, layer[1], moment[1], arch.delta)
+                return read, (None, held)
+            (index, _), (query, key, value) = moment, given
             last = width + plan.sampled - 1 + index
             held = KeysAndValues(_write(layer[1].key, key[:, 0], last, 3), _write(layer[1].value, value[:, 0], last, 2))
             return _attend(kind, held, query, first, last, arch), (None, held)
@@ -58,10 +60,17 @@ class Stretches:
 def empty_stretches(*, arch: Architecture, slots: int, prompts: int, width: int, stretch: int, dtype: Any) -> Held:
     """Slots without rows, and places for prompts of `width` tokens; both counted on all shards."""
 
-    def layers(number: int, tokens: int) -> list[KeysAndValues]:
+    def layers(number: int, tokens: int) -> list[Any]:
         key = number, arch.num_kv_heads, arch.head_dim, tokens
         value = number, arch.num_kv_heads, tokens, arch.head_dim
-        return [KeysAndValues(jnp.zeros(key, dtype), jnp.zeros(value, dtype)) for _ in arch.layers]
+
+        def of_kind(kind: Layer) -> Any:
+            if kind.delta:
+                assert arch.delta is not None
+                return empty_state(number, arch.delta, dtype)
+            return KeysAndValues(jnp.zeros(key, dtype), jnp.zeros(value, dtype))
+
+        return [of_kind(kind) for kind in arch.layers]
 
     cache = Stretches(layers(slots, width + stretch), layers(prompts, width))
     return laid_out(Held(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
@@ -70,8 +79,9 @@ def empty_stretches(*, arch: Architecture, slots: int, prompts: int, width: int,
 def resized(held: Held, sources: jax.Array, *, stretch: int) -> Held:
     """The rows at `sources` [b] among each shard's own slots, any for -1, with room for `stretch` tokens each."""
     rows, prompts = held.cache.rows, held.cache.prompts
-    for number, prompt in enumerate(prompts):  # only one layer at a time is in memory twice
-        rows[number] = _layer_at(rows[number], sources, width=prompt.value.shape[2] + stretch)
+    width = _width(prompts) + stretch
+    for number, row in enumerate(rows):  # only one layer at a time is in memory twice
+        rows[number] = _layer_at(row, sources, width=width)
     tokens, finished = _slots_at(held.tokens, held.finished, sources)
     return Held(tokens, finished, Stretches(rows, prompts))
 
@@ -90,19 +100,28 @@ def _slots_at(tokens: jax.Array, finished: jax.Array, sources: jax.Array) -> tup
 
 
 @functools.partial(jax.jit, static_argnames=("width",))
-def _layer_at(layer: KeysAndValues, sources: jax.Array, *, width: int) -> KeysAndValues:
+def _layer_at(layer: Any, sources: jax.Array, *, width: int) -> Any:
+    if isinstance(layer, State):
+        return laid_out(jax.tree.map(lambda x: taken(x, sources), layer))
     none, more = (0, 0), (0, width - layer.value.shape[2])
     key, value = taken(layer.key, sources), taken(layer.value, sources)
     return laid_out(KeysAndValues(jnp.pad(key, (none, none, none, more)), jnp.pad(value, (none, none, more, none))))
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))
-def _with_prompts(rows: KeysAndValues, prompts: KeysAndValues, begins: jax.Array, places: jax.Array) -> KeysAndValues:
+def _with_prompts(rows: Any, prompts: Any, begins: jax.Array, places: jax.Array) -> Any:
+    if isinstance(rows, State):
+        return states_at(rows, prompts, begins, places)
     width, new = prompts.value.shape[2], begins[:, None, None, None]
     key, value = taken(prompts.key, places), taken(prompts.value, places)
     key = rows.key.at[..., :width].set(jnp.where(new, key, rows.key[..., :width]))
     value = rows.value.at[:, :, :width].set(jnp.where(new, value, rows.value[:, :, :width]))
     return laid_out(KeysAndValues(key, value))
+
+
+def _width(prompts: list[Any]) -> int:
+    """Tokens of a prompt."""
+    return next((one.value.shape[2] for one in prompts if isinstance(one, KeysAndValues)), 0)
 
 
 def _attend(

@@ -24,13 +24,17 @@ def stored(table, tree):
 
 
 def assert_same_gradients(found, golden, prefix):
-    """Within 1e-4 of the largest number of the projections of all tensors."""
+    """Within 1e-4 of the largest number of the projections of all tensors.
+
+    Of a recurrent model the expected ones are exact: within twice the distance of transformers' in float32, if larger.
+    """
     expected = {name.removeprefix(prefix): golden[name] for name in golden.files if name.startswith(prefix)}
     assert found.keys() == expected.keys()
     largest = max(np.abs(numbers).max() for numbers in expected.values())
     assert largest > 0.01
+    tolerance = max(1e-4 * largest, 2 * float(golden.get(f"error of {prefix}", 0.0)))
     for name, gradient in found.items():
-        np.testing.assert_allclose(projected(name, gradient), expected[name], rtol=0, atol=1e-4 * largest, err_msg=name)
+        np.testing.assert_allclose(projected(name, gradient), expected[name], rtol=0, atol=tolerance, err_msg=name)
 
 
 # Short: of adapters, the dense model with the most traits. Long: each model has one of the two gradients, and models

@@ -13,6 +13,7 @@ import numpy as np
 DATA = Path(__file__).parent / "data"
 LENGTHS, NEW, SEQUENCES = (40, 3, 21), 40, (2, 48)  # tokens of the prompts, new tokens, shape of what is differentiated
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 DIRECTIONS, RANK, SCALE = 4, 3, 2.0
 
 
@@ -48,12 +49,22 @@ def write(directory: Path) -> None:
     model.eval()
     vocab_size = model.config.vocab_size
     found = {**_greedy(torch, model, prompts(vocab_size)), **_gradients(torch, model, sequences(vocab_size))}
+    if recurs(model):
+        found |= _exact(torch, transformers, directory, found)
     np.savez_compressed(directory / "transformers.npz", **found)
     print(directory.name, found["responses"][:, :6].tolist())
 
 
+def recurs(model: Any) -> bool:
+    """Whether some layers have linear attention."""
+    return "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+
+
 def _greedy(torch: Any, model: Any, given: list[list[int]]) -> dict[str, np.ndarray]:
-    width = max(LENGTHS)
+    if recurs(model) and len(given) > 1:  # there transformers' padding changes what comes after it
+        rows = [_greedy(torch, model, [prompt]) for prompt in given]
+        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    width = max(map(len, given))
     tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in given])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in given])
     # neither an end of sequence nor padding: all rows are as long
@@ -65,6 +76,40 @@ def _greedy(torch: Any, model: Any, given: list[list[int]]) -> dict[str, np.ndar
         scores = model(drawn, attention_mask=whole, position_ids=positions).logits[:, width - 1 : -1]
     logprobs = torch.log_softmax(scores, -1).gather(-1, drawn[:, width:, None])[..., 0]
     return {"responses": drawn[:, width:].numpy().astype(np.int32), "logprobs": logprobs.numpy()}
+
+
+def _exact(torch: Any, transformers: Any, directory: Path, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """In float64, as recurrent models are less exact in float32 than others.
+
+    The logits of reference.npz, each row alone, all gradients, and how far those in float32 are from them. transformers
+    casts parts of a model to float32; meanwhile that means float64.
+    """
+    to, single = torch.Tensor.to, torch.Tensor.float
+
+    def widened(self: Any, *given: Any, **named: Any) -> Any:
+        given = tuple(torch.float64 if one is torch.float32 else one for one in given)
+        return to(self, *given, **{name: torch.float64 if one is torch.float32 else one for name, one in named.items()})
+
+    reference = np.load(directory / "reference.npz")
+    exact = np.zeros(reference["logits"].shape)
+    torch.Tensor.to, torch.Tensor.float = widened, torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        options = {"dtype": torch.float64, "experts_implementation": "eager"}
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+        for row, tokens, mask in zip(exact, reference["input_ids"], reference["attention_mask"] > 0, strict=True):
+            with torch.no_grad():
+                row[mask] = model(torch.tensor(tokens[mask][None], dtype=torch.long)).logits[0].numpy()
+        gradients = _gradients(torch, model, sequences(model.config.vocab_size))
+    finally:
+        torch.Tensor.to, torch.Tensor.float = to, single
+        torch.set_default_dtype(torch.float32)
+    apart = {
+        kind: [np.abs(found[name] - gradients[name]).max() for name in gradients if name.startswith(kind)]
+        for kind in ("weight ", "lora ")
+    }
+    errors = {f"error of {kind}": np.array(max(numbers)) for kind, numbers in apart.items()}
+    return {"exact": exact.astype(np.float32), **gradients, **errors}
 
 
 def _gradients(torch: Any, model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
@@ -86,7 +131,10 @@ def _gradients(torch: Any, model: Any, tokens: np.ndarray) -> dict[str, np.ndarr
     for stem in stems:
         outputs, inputs = changed[f"{stem}.weight"].shape
         shapes = {f"{stem}.lora_A.weight": (RANK, inputs), f"{stem}.lora_B.weight": (outputs, RANK)}
-        a, b = (torch.tensor(adapter(name, shape)).requires_grad_() for name, shape in shapes.items())
+        a, b = (
+            torch.tensor(adapter(name, shape)).to(torch.get_default_dtype()).requires_grad_()
+            for name, shape in shapes.items()
+        )
         adapters |= dict(zip(shapes, (a, b), strict=True))
         changed[f"{stem}.weight"] = changed[f"{stem}.weight"] + SCALE * b @ a
     gradients = torch.autograd.grad(loss(changed), list(adapters.values()))

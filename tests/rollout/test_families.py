@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from models.checkpoints import tolerance
 from models.write_references import NEW, prompts
 from rollout.small_rollouts import GREEDY
 from shapes import mesh_of
@@ -69,7 +70,7 @@ def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(nam
     golden = np.load(DATA / name / "transformers.npz")
     expected, logprobs = (golden[key].repeat(num_samples, axis=0) for key in ("responses", "logprobs"))
     np.testing.assert_array_equal(found.responses, expected)
-    np.testing.assert_allclose(found.logprobs, logprobs, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found.logprobs, logprobs, rtol=0, atol=tolerance(name))
 
 
 @pytest.mark.slow
