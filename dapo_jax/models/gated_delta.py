@@ -98,8 +98,8 @@ def over_sequences(inputs: Inputs, paths: Paths, delta: Delta) -> tuple[jax.Arra
     real = paths.real[..., None]
     beta, decay = (jnp.where(real, divided(x), 0) for x in (inputs.beta, inputs.decay))
     mixed = _convolved(divided(inputs.channels), inputs.filter, paths)
-    operands = (x.astype(inputs.channels.dtype) for x in _heads(mixed, delta))
-    read, state = _by_chunks(*operands, beta, decay, paths)
+    query, key, value = (x.astype(inputs.channels.dtype) for x in _heads(mixed, delta))
+    read, state = _by_chunks(query, key, value, beta, decay, paths)
     return read.reshape(rows, -1, *read.shape[3:])[:, :length], state
 
 

@@ -27,7 +27,9 @@ DTYPES = ("F32", "F16", "BF16")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # written by old versions of transformers; derived, not a weight
 TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
-VISION = tuple(f"{start}{part}." for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+PARTS = "vision_tower", "multi_modal_projector", "visual"
+VISION = tuple(f"{start}{part}." for start in ("", "model.") for part in PARTS)
+AFTER_NEXT = "layers that predict tokens after the next"
 
 
 class _Tensor(NamedTuple):
@@ -54,9 +56,8 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
     hf = text_part(raw)
     takes_images, after = hf is not raw, hf.get("num_nextn_predict_layers", 0)
     without = dict.fromkeys(VISION, "images") if takes_images else {}
-    without |= {
-        f"model.layers.{arch.num_layers + i}.": "layers that predict tokens after the next" for i in range(after)
-    }
+    without |= {f"model.layers.{arch.num_layers + i}.": AFTER_NEXT for i in range(after)}
+    without |= {"mtp.": AFTER_NEXT} if arch.delta else {}
     tensors: dict[str, _Tensor] = {}
     problems, left_out = [], Counter[str]()
     with ExitStack() as stack:

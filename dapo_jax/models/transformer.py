@@ -84,8 +84,11 @@ def forward_bins(
         def attend(query, key, value):
             return attends[kind](query, key, value), None
 
-        attend = (lambda inputs: (recur(inputs)[0], None)) if kind.delta else attend
-        x, _, routing = block(kind, x, _gathered(layer, arch), rotations, attend, arch)
+        def recurred(inputs):
+            return recur(inputs)[0], None
+
+        mix: Any = recurred if kind.delta else attend
+        x, _, routing = block(kind, x, _gathered(layer, arch), rotations, mix, arch)
         if routing is not None:  # summed here: the probabilities of all layers would fill the memory
             routing = routing_counts(jax.lax.stop_gradient(routing), bins.trees > 0)
         return constrain_residual(x), routing
@@ -216,11 +219,12 @@ def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) ->
 
         def recurred(inputs):
             read, state = recur(inputs)
-            tail = last_tail(inputs.channels, mask, inputs.filter.shape[1]) if keep_cache else None
-            return read, State(tail, state) if keep_cache else None
+            if not keep_cache:
+                return read, None
+            return read, State(last_tail(inputs.channels, mask, inputs.filter.shape[1]), state)
 
-        attend = recurred if kind.delta else attend
-        x, cache, routing = block(kind, x, layer, rotations, attend, arch)
+        mix: Any = recurred if kind.delta else attend
+        x, cache, routing = block(kind, x, layer, rotations, mix, arch)
         return constrain_rows(x), (cache, routing.chosen if keep_cache and routing is not None else None)
 
     x, found = run_layers(step, x, params["layers"], arch, remat=remat)

@@ -66,10 +66,11 @@ class Pages:
             runs = Runs(plan.runs.firsts, plan.runs.lengths, ends_of_prompts)
         spec = HEADS, HEADS, HEADS, PartitionSpec(), ROWS
 
-        def attend(moment, kind, layer, *given):
+        def attend(moment: Any, kind: Layer, layer: Any, *given: Any) -> Any:
             held, tail = layer
             if kind.delta:
-                read, state = next_token(*given, tail, moment[1], arch.delta)
+                assert arch.delta is not None
+                read, state = next_token(given[0], tail, moment[1], arch.delta)
                 return read, (held, state)
             (index, _), (query, key, value) = moment, given
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)

@@ -44,9 +44,10 @@ class Stretches:
         width = _width(self.prompts)
         first = width - plan.prompt_lengths  # where each prompt begins
 
-        def attend(moment, kind, layer, *given):
+        def attend(moment: Any, kind: Layer, layer: Any, *given: Any) -> Any:
             if kind.delta:
-                read, held = next_token(*given, layer[1], moment[1], arch.delta)
+                assert arch.delta is not None
+                read, held = next_token(given[0], layer[1], moment[1], arch.delta)
                 return read, (None, held)
             (index, _), (query, key, value) = moment, given
             last = width + plan.sampled - 1 + index

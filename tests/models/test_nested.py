@@ -23,6 +23,10 @@ from dapo_jax.models.write_safetensors import with_weights, write_safetensors
 from dapo_jax.training.loop import train
 
 NESTED = Path(__file__).parent / "nested" / "gemma3"
+FAMILIES = {  # directory: tensors that are not read, the family of the rest
+    NESTED: (34, "gemma3_text"),
+    NESTED.with_name("qwen3_5"): (21, "qwen3_5_text"),
+}
 GLM = DATA / "glm4_moe"
 
 
@@ -34,22 +38,26 @@ def assert_golden_logits(directory, golden):
     np.testing.assert_allclose(found[mask], rows["logits"][mask], rtol=0, atol=1e-4)
 
 
-def test_the_text_part_gives_the_logits_of_transformers_and_images_are_counted_in_one_line(caplog):
+@pytest.mark.parametrize("nested", FAMILIES, ids=lambda nested: nested.name)
+def test_the_text_part_gives_the_logits_of_transformers_and_images_are_counted_in_one_line(nested, caplog):
     caplog.set_level(logging.INFO)
-    assert_golden_logits(NESTED, NESTED)
+    count, family = FAMILIES[nested]
+    assert_golden_logits(nested, nested)
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "34 tensors of images are not read"
+        f"{count} tensors of images are not read"
     ]
-    assert context_length(NESTED) == 512 and read_architecture(NESTED).family == "gemma3_text"
+    assert context_length(nested) == 512 and read_architecture(nested).family == family
 
 
-def test_an_export_is_a_language_model_of_its_own(tmp_path):
-    arch = read_architecture(NESTED)
-    (tmp_path / "config.json").write_text(json.dumps(with_weights(described(NESTED), arch, "float32")))
-    write_safetensors(tmp_path, weight_table(arch), load_params(NESTED, arch, place), dtype="float32")
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+@pytest.mark.parametrize("nested", FAMILIES, ids=lambda nested: nested.name)
+def test_an_export_is_a_language_model_of_its_own(nested, tmp_path):
+    arch = read_architecture(nested)
+    (tmp_path / "config.json").write_text(json.dumps(with_weights(described(nested), arch, "float32")))
+    write_safetensors(tmp_path, weight_table(arch), load_params(nested, arch, place), dtype="float32")
+    text = f"{'Gemma3' if nested == NESTED else 'Qwen3_5'}ForCausalLM"
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [text]
     assert read_architecture(tmp_path) == arch
-    assert_golden_logits(tmp_path, NESTED)
+    assert_golden_logits(tmp_path, nested)
 
 
 def test_the_text_part_of_a_published_config_needs_what_it_leaves_out():
