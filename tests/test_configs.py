@@ -32,6 +32,7 @@ LARGE = {  # the model in configs/shapes, and devices
     "entropy_kl_cov": ("Qwen2.5-7B", 8),
     "cpo": ("Qwen3-4B-Base", 8),
     "qwen3_30b_a3b_math": ("Qwen3-30B-A3B", 64),
+    "gpt_oss_20b_math": ("gpt-oss-20b", 16),
     "smollm3_3b_math": ("SmolLM3-3B", 8),
     "gemma3_1b_gsm8k_lora": ("gemma-3-1b-it", 8),
 }
@@ -125,6 +126,8 @@ def test_shapes_are_those_of_the_models():
         "Qwen2.5-7B": 7_615_616_512,
         "Qwen2.5-32B": 32_763_876_352,
         "Qwen3-30B-A3B": 30_532_122_624,
+        "gpt-oss-20b": 20_914_757_184,
+        "gpt-oss-120b": 116_829_156_672,
         "SmolLM3-3B": 3_075_098_624,
         "gemma-3-1b-it": 999_885_952,
     }

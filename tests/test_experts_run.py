@@ -70,7 +70,7 @@ def test_a_killed_run_ends_with_the_same_bits(name, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.long("glm4_moe")
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_the_mesh_changes_no_policy(name, tmp_path):
     """Data parallel on eight devices, or 2x2x2 with training divided like sampling: tokens equal, rounding apart."""
     model, found = with_tokenizer(name, tmp_path), {}

@@ -32,6 +32,9 @@ class Experts:
     scores: str = "softmax"  # of the router, over all experts; or sigmoid, of each alone
     biased: bool = False  # experts are chosen by their scores plus a bias of each, which is not trained
     scale: float = 1.0  # of the weights of a token's experts
+    biases: bool = False  # of the router's scores and of each expert's products, all trained
+    clamp: float | None = None  # gate up to this, up from -this to this; then gate * sigmoid(slope * gate) * (up + 1)
+    slope: float = 1.0  # of that sigmoid
     shared_size: int = 0  # F of a dense network next to them, for all tokens
     shared_gated: bool = False  # whose result each token scales by a gate of its own
 
@@ -89,6 +92,7 @@ class Architecture:
     activation: str = "silu"  # or gelu_tanh, of the feed-forward network's gate
     scale_embeddings: bool = False  # by the square root of D
     query_scale: float = 1.0  # of queries, besides one over the square root of H
+    sinks: bool = False  # each head has a logit that takes weight of attention, and no value
     attention_cap: float | None = None  # scores of attention s become cap * tanh(s / cap)
     logit_cap: float | None = None  # so do the scores of the vocabulary
     rope_scaling: RopeScaling | None = None

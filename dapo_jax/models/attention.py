@@ -98,20 +98,45 @@ def causal(length: int, mask: jax.Array, window: int | None = None) -> jax.Array
     return visible if window is None else visible & ~jnp.tri(length, k=-window, dtype=bool)
 
 
+def softmax(scores: jax.Array, visible: jax.Array, sink: jax.Array | None = None) -> jax.Array:
+    """Weights [B, K, G, ..., S] of the keys where `visible`, which broadcasts.
+
+    Args:
+        sink: [N] float32, the logit of each head that takes a part of the weight and has no value, so that the others
+            add up to less than 1 (gpt-oss, arXiv:2508.10925). Their sum is a sigmoid of what they exceed it by.
+    """
+    scores = jnp.where(visible, scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if sink is None:
+        return weights
+    together = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    return weights * jax.nn.sigmoid(together - sink.reshape(*scores.shape[1:3], *(1,) * (scores.ndim - 3)))
+
+
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, cap: float | None = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    cap: float | None = None,
+    sink: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, T, N, H] x [B, S, K, H] -> [B, T, N, H] float32; visible [B, T, S] bool; `cap` as in Scores."""
+    """[B, T, N, H] x [B, S, K, H] -> [B, T, N, H] float32; visible [B, T, S] bool; `cap` as in Scores, `sink` [N]."""
     batch, length, heads, size = query.shape
     query = query.reshape(batch, length, key.shape[2], -1, size)
     scores = capped(matmul("btkgh,bskh->bkgts", query, key) * size**-0.5, cap)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    weights = softmax(scores, visible[:, None, None], sink)
     attended = matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
     return checkpoint_name(attended, ATTENDED)
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, scores: Scores = PLAIN
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    scores: Scores = PLAIN,
+    sink: jax.Array | None = None,
 ) -> jax.Array:
     """`attention` of each token to the real tokens up to itself; mask [B, T] bool.
 
@@ -121,7 +146,7 @@ def causal_attention(
     rows, length, heads, size = query.shape
     block, scores = queries_at_once(length), scores.within(length)
     if block == length:
-        return attention(query, key, value, causal(length, mask, scores.window), scores.cap)
+        return attention(query, key, value, causal(length, mask, scores.window), scores.cap, sink)
     blocks = -(-length // block)
     padded = jnp.pad(query, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
 
@@ -131,7 +156,7 @@ def causal_attention(
         if scores.window is not None:
             return attend_in_window(first, queries, scores.window)
         before = jnp.arange(length) <= first + jnp.arange(block)[:, None]
-        return attention(queries, key, value, mask[:, None, :] & before, scores.cap)
+        return attention(queries, key, value, mask[:, None, :] & before, scores.cap, sink)
 
     def attend_in_window(first: jax.Array, queries: jax.Array, window: int) -> jax.Array:
         reached = keys_at_once(length, window)
@@ -139,7 +164,7 @@ def causal_attention(
         keys, values, real = (jax.lax.dynamic_slice_in_dim(x, begin, reached, axis=1) for x in (key, value, mask))
         distance = first + jnp.arange(block)[:, None] - (begin + jnp.arange(reached))
         visible = real[:, None, :] & (distance >= 0) & (distance < window)
-        return attention(queries, keys, values, visible, scores.cap)
+        return attention(queries, keys, values, visible, scores.cap, sink)
 
     parts = jnp.arange(blocks) * block, padded.reshape(rows, blocks, block, heads, size).swapaxes(0, 1)
     return jax.lax.map(attend, parts).swapaxes(0, 1).reshape(rows, -1, heads, size)[:, :length]
@@ -156,7 +181,7 @@ def keys_at_once(length: int, window: int | None = None) -> int:
     return length if block == length or window is None else min(block + window - 1, length)
 
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, value -> [N, T, heads, H] float32
+Attend = Callable[..., jax.Array]  # (query, key, value, sink=None) -> [N, T, heads, H] float32
 
 
 @dataclass(frozen=True)
@@ -190,7 +215,7 @@ def visible_in_bins(bins: Bins, window: int | None = None) -> jax.Array:
 def _attend_xla(bins: Bins, scores: Scores = PLAIN) -> Attend:
     scores = scores.within(bins.trees.shape[1])
     visible = visible_in_bins(bins, scores.window)
-    return lambda query, key, value: attention(query, key, value, visible, scores.cap)
+    return lambda query, key, value, sink=None: attention(query, key, value, visible, scores.cap, sink)
 
 
 XLA = BinAttention(

@@ -33,24 +33,25 @@ def prepare(bins: Bins) -> Bins:
     return dataclasses.replace(bins, lengths=found)
 
 
-def attend(*arrays: Any, scores: Scores = PLAIN) -> jax.Array:
+def attend(*arrays: Any, scores: Scores = PLAIN, sink: None = None) -> jax.Array:
     """Attention of query, key and value in bins that `prepare` has seen, as a kernel of `on_each_device`."""
-
+    assert sink is None
     unasked = functools.partial(mock.patch.object, cudnn, "check_compute_capability", lambda capability: True)
     return traced_in(unasked, functools.partial(_attend, scores=scores))(*arrays)
 
 
 def traced_in(context: Callable[[], AbstractContextManager[Any]], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` (query, key, value, bins), traced inside a context in its backward pass too."""
+    """`kernel` (query, key, value, maybe others, bins), traced inside a context in its backward pass too."""
 
     @jax.custom_vjp
     def attend(*arrays: Any) -> jax.Array:
         with context():
             return kernel(*arrays)
 
-    def forward(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins) -> tuple[jax.Array, Any]:
+    def forward(*arrays: Any) -> tuple[jax.Array, Any]:
+        *operands, bins = arrays
         with context():
-            return jax.vjp(lambda *operands: kernel(*operands, bins), query, key, value)
+            return jax.vjp(lambda *operands: kernel(*operands, bins), *operands)
 
     def backward(pull_back: Any, cotangent: jax.Array) -> tuple[Any, ...]:
         with context():

@@ -1,5 +1,5 @@
 """Device: a feed-forward layer whose tokens choose a few of many experts (Qwen3-MoE, arXiv:2505.09388; with scores of
-each expert alone and biases, GLM-4.5, arXiv:2508.06471).
+each expert alone and biases, GLM-4.5, arXiv:2508.06471; with biases of all products, gpt-oss, arXiv:2508.10925).
 
 Sizes: B rows, T tokens, D hidden, F hidden of an expert, E experts, k of them chosen by a token, S = B * T.
 """
@@ -36,6 +36,8 @@ def expert_feed_forward(
     *,
     experts: Experts,
     bias: jax.Array | None = None,
+    logit_bias: jax.Array | None = None,
+    biases: tuple[jax.Array, ...] = (),
     replayed: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:
     """[B, T, D] float32: down(silu(gate(x)) * up(x)) of each token's experts, summed by their scores.
@@ -50,6 +52,8 @@ def expert_feed_forward(
         gate, up: [E, D, F], in the dtype of products, as `down` [E, F, D].
         bias: [E] float32, added to the scores by which experts are chosen, and not to their weights. It has no
             gradient.
+        logit_bias: [E] float32, added to the router's logits; it has one.
+        biases: none, or of gate and up [E, F], rounded as their weights are, and of down [E, D]; all float32.
         replayed: [B, T, k] int, experts to use instead of this router's choice, with this router's scores.
             A token with a negative one takes its own choice.
     """
@@ -57,7 +61,7 @@ def expert_feed_forward(
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
     if not axes:
-        return compute(x, replayed, router, bias, gate, up, down)
+        return compute(x, replayed, router, bias, logit_bias, biases, gate, up, down)
     rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes))
     share, parts, whole = PartitionSpec("tensor"), PartitionSpec("tensor", *rows), PartitionSpec()
 
@@ -68,11 +72,11 @@ def expert_feed_forward(
 
     result, routing = jax.shard_map(
         of_share,
-        in_specs=(rows, rows, whole, whole, share, share, share),
+        in_specs=(rows, rows, whole, whole, whole, share, share, share, share),
         out_specs=(parts, rows),
         axis_names=axes,
         check_vma=False,
-    )(x, replayed, router, bias, gate, up, down)
+    )(x, replayed, router, bias, logit_bias, biases, gate, up, down)
     # Summed here and not by a psum, whose transpose is another one: the gradient needs none.
     return result.sum(axis=0), routing
 
@@ -82,6 +86,8 @@ def _on_device(
     replayed: jax.Array | None,
     router: jax.Array,
     bias: jax.Array | None,
+    logit_bias: jax.Array | None,
+    biases: tuple[jax.Array, ...],
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
@@ -90,20 +96,48 @@ def _on_device(
     first_expert: jax.Array | int = 0,
 ) -> tuple[jax.Array, Routing]:
     """`expert_feed_forward` on one device, of the experts from `first_expert` on whose weights it has."""
-    weights, routing = _route(x, router, bias, replayed, experts)
+    weights, routing = _route(x, router, bias, logit_bias, replayed, experts)
     order, places, sizes = _sorted(routing.chosen - first_expert, len(gate))
     rows = _rows_of_choices(x.reshape(-1, x.shape[-1]), order, places)
-    hidden = jax.nn.silu(grouped_product(rows, gate, sizes)) * grouped_product(rows, up, sizes)
+    gated, upward = grouped_product(rows, gate, sizes), grouped_product(rows, up, sizes)
+    if biases:
+        of_gate, of_up = (bias.astype(gate.dtype) for bias in biases[:2])
+        gated, upward = gated + _of_groups(of_gate, sizes, len(rows)), upward + _of_groups(of_up, sizes, len(rows))
+    hidden = _gated(gated, upward, experts)
     # Weighted before the last product, whose result is then not needed in the backward pass.
     hidden = hidden * _rows_of_choices(weights.reshape(-1, 1), order, places.reshape(-1, 1))
-    return _sums_of_choices(grouped_product(hidden, down, sizes), order, places).reshape(x.shape), routing
+    result = _sums_of_choices(grouped_product(hidden, down, sizes), order, places).reshape(x.shape)
+    if biases:
+        is_own = routing.chosen[..., None] - first_expert == jnp.arange(len(down))
+        result = result + matmul("bte,ed->btd", jnp.sum(weights[..., None] * is_own, axis=2), biases[2])
+    return result, routing
+
+
+def _gated(gate: jax.Array, up: jax.Array, experts: Experts) -> jax.Array:
+    """What the last product of an expert takes."""
+    if experts.clamp is None:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, experts.clamp), jnp.clip(up, -experts.clamp, experts.clamp)
+    return gate * jax.nn.sigmoid(experts.slope * gate) * (up + 1)
+
+
+def _of_groups(biases: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """The bias [S * k, F] of each sorted row's expert, of `biases` [E, F]: a product, whose gradient has no scatter."""
+    ends, place = jnp.cumsum(sizes), jnp.arange(rows)[:, None]
+    is_own = (place >= ends - sizes) & (place < ends)
+    return matmul("se,ef->sf", is_own.astype(biases.dtype), biases)
 
 
 def _route(
-    x: jax.Array, router: jax.Array, bias: jax.Array | None, replayed: jax.Array | None, experts: Experts
+    x: jax.Array,
+    router: jax.Array,
+    bias: jax.Array | None,
+    logit_bias: jax.Array | None,
+    replayed: jax.Array | None,
+    experts: Experts,
 ) -> tuple[jax.Array, Routing]:
     """The weights [B, T, k] float32 of the experts in use, and the routing."""
-    logits = matmul("btd,de->bte", x, router)
+    logits = matmul("btd,de->bte", x, router) + (0.0 if logit_bias is None else logit_bias)
     scores = jax.nn.softmax(logits, axis=-1) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores if bias is None else scores + bias), experts.per_token)
     own = None

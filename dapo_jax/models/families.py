@@ -31,6 +31,7 @@ class Family:
     rotary_share: float = 1.0  # ... without that key, this share
     delta: bool = False  # layers that layer_types calls linear_attention have linear attention by a gated delta rule
     nested_name: str = ""  # Hugging Face's name of its models that also take images, of which the text part is read
+    quantization: str = ""  # quant_method of its files that is read (models/mxfp4.py)
     reward_name: str = ""  # how the names of its reward models begin, if not by hf_name
 
     def architecture_name(self, scalar_head: bool) -> str:
@@ -133,6 +134,20 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         delta=True,
         experts={"shared_gated": True},
         nested_name="Qwen3_5MoeForConditionalGeneration",
+    ),
+    "gpt_oss": Family(
+        "GptOss",
+        traits={"sinks": True},
+        defaults={
+            **{"sliding_window": 128, "head_dim": 64, "attention_bias": True, "norm_topk_prob": True},
+            **{"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        },
+        biases=("attention_bias",),
+        window="typed",
+        full_every=2,
+        theta=1.5e5,
+        experts={"biases": True},
+        quantization="mxfp4",
     ),
     "smollm3": Family(
         "SmolLM3",

@@ -54,11 +54,14 @@ def bin_attention(name: str, device: Any, *, share_prompts: bool = True, windows
     return chosen if shares else dataclasses.replace(chosen, shared_width=0)
 
 
-def unfit(implementation: str, device: Any, dtype: Any, head_dim: int, cap: float | None = None) -> str:
+def unfit(
+    implementation: str, device: Any, dtype: Any, head_dim: int, cap: float | None = None, *, sinks: bool = False
+) -> str:
     """Why a kernel cannot run on `device`, as "needs ..."; empty if it can.
 
     Args:
         cap: of the model's scores, as in Scores.
+        sinks: whether its heads have sinks.
     """
     needed = PLATFORMS[implementation]
     if device.platform != needed:
@@ -75,6 +78,8 @@ def unfit(implementation: str, device: Any, dtype: Any, head_dim: int, cap: floa
         return "" if head_dim <= most else f"needs a head size of at most {most}, not {head_dim}"
     if cap is not None:
         return "needs scores without a soft cap, and this model caps its own"
+    if sinks:
+        return "needs attention without sinks, and this model has them"
     most = 256 if generation >= HOPPER and jax.default_backend() == "gpu" else 128  # JAX asks the running backend
     if head_dim > most or head_dim % 8:
         return f"needs a head size of a multiple of 8 up to {most} on {device.device_kind}, not {head_dim}"
@@ -87,27 +92,33 @@ def _exact() -> AbstractContextManager[Any]:
 
 
 def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[..., Attend]:
-    """Runs `kernel` (query, key, value, bins, scores) on each device's bins and heads: the compiler cannot shard it."""
+    """Runs `kernel` (query, key, value, bins, scores, sink) on each device's bins and heads.
+
+    The compiler cannot shard it.
+    """
 
     def attend(bins: Bins, scores: Scores = PLAIN) -> Attend:
-        one_device = functools.partial(kernel, scores=scores.within(bins.trees.shape[1]))
+        of_kind = functools.partial(kernel, scores=scores.within(bins.trees.shape[1]))
         mesh = jax.sharding.get_abstract_mesh()
         axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
         rows = tuple(axis for axis in BATCH_AXES if axis in axes)
         spec = PartitionSpec(rows, None, "tensor" if "tensor" in axes else None)
 
-        def attend_bins(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        def one_device(query: Any, key: Any, value: Any, sink: Any, bins: Bins) -> jax.Array:
+            return of_kind(query, key, value, bins, sink=sink)
+
+        def attend_bins(query: jax.Array, key: jax.Array, value: jax.Array, sink: Any = None) -> jax.Array:
             chosen = cudnn.traced_in(_exact, one_device) if query.dtype == jnp.float32 else one_device
             if not axes:
-                return chosen(query, key, value, bins)
+                return chosen(query, key, value, sink, bins)
             divided = jax.shard_map(
                 chosen,
-                in_specs=(spec, spec, spec, PartitionSpec(rows)),
+                in_specs=(spec, spec, spec, PartitionSpec(spec[2]), PartitionSpec(rows)),
                 out_specs=spec,
                 axis_names=axes,
                 check_vma=False,
             )
-            return divided(query, key, value, bins)
+            return divided(query, key, value, sink, bins)
 
         return attend_bins
 

@@ -31,7 +31,8 @@ REQUIRED = (*SIZES, "rms_norm_eps")
 TYPES = {  # rule: its test, and the keys besides the sizes for which it holds where they are not null
     "a positive number": (
         is_positive_number,
-        ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"),
+        ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping")
+        + ("swiglu_limit", "swiglu_alpha"),
     ),
     "a number from 0": (
         lambda value: value == 0 or is_positive_number(value),
@@ -40,7 +41,10 @@ TYPES = {  # rule: its test, and the keys besides the sizes for which it holds w
             *("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"),
         ),
     ),
-    "an object": (lambda value: isinstance(value, dict), ("rope_parameters", "rope_scaling", "id2label")),
+    "an object": (
+        lambda value: isinstance(value, dict),
+        ("rope_parameters", "rope_scaling", "id2label", "quantization_config"),
+    ),
     "a list": (
         lambda value: isinstance(value, list),
         ("architectures", "layer_types", "no_rope_layers", "mlp_only_layers"),
@@ -282,7 +286,7 @@ def _windowed(hf: dict[str, Any], family: Family) -> list[bool]:
 
 
 def _experts(hf: dict[str, Any], fixed: Mapping[str, Any]) -> Experts:
-    size = hf["moe_intermediate_size"]
+    size = hf.get("moe_intermediate_size") or hf["intermediate_size"]
     return Experts(
         number=hf.get("n_routed_experts") or hf.get("num_local_experts") or hf["num_experts"],
         per_token=hf["num_experts_per_tok"],
@@ -290,6 +294,8 @@ def _experts(hf: dict[str, Any], fixed: Mapping[str, Any]) -> Experts:
         normalized=bool(hf["norm_topk_prob"]),
         scale=float(hf.get("routed_scaling_factor", 1.0)),
         shared_size=hf.get("shared_expert_intermediate_size") or size * hf.get("n_shared_experts", 0),
+        clamp=hf.get("swiglu_limit"),
+        slope=hf.get("swiglu_alpha", 1.0),
         **fixed,
     )
 
@@ -318,6 +324,10 @@ def _unsupported(hf: dict[str, Any], family: Family) -> list[str]:
         problems.append("use_bidirectional_attention=true or is_causal=false: only causal attention is supported")
     if hf.get("per_layer_config"):
         problems.append("per_layer_config: layers with sizes of their own are not supported")
+    method = (hf.get("quantization_config") or {}).get("quant_method")
+    if method is not None and method != family.quantization:
+        only = f"only {family.quantization!r} is read" if family.quantization else "no quantized weights are read"
+        problems.append(f"quantization_config.quant_method={method!r}: {only} in this family")
     problems += _unsupported_layers(hf, family)
     return problems
 

@@ -25,6 +25,7 @@ Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 Rotations = Mapping[float | None, KeyValue]
+EXPERT_BIASES = "expert_gate_bias", "expert_up_bias", "expert_down_bias"
 REPLAYED = "expert_choice"  # a leaf next to the weights of a layer with experts: those that its tokens must use
 
 
@@ -127,8 +128,8 @@ def block(
     Args:
         layer: the layer's weights.
         rotations: from `rotary`.
-        attend: (query [B, T, N, H], key, value [B, T, K, H]) -> (what is attended [B, T, N, H], cache); of a layer
-            with linear attention, as `gated_delta` takes it.
+        attend: (query [B, T, N, H], key, value [B, T, K, H], sink [N] or None) -> (what is attended [B, T, N, H],
+            cache); of a layer with linear attention, as `gated_delta` takes it.
     """
     inputs = gather_input(normed(x, layer, "attention_norm", arch), matrix_dtype(layer))
     if kind.delta:
@@ -144,6 +145,8 @@ def block(
             *(layer[name] for name in ("router", "expert_gate", "expert_up", "expert_down")),
             experts=arch.experts,
             bias=layer.get("router_bias"),
+            logit_bias=layer.get("router_logit_bias"),
+            biases=tuple(layer[name] for name in EXPERT_BIASES if name in layer),
             replayed=layer.get(REPLAYED),
         )
         if arch.experts.shared_size:
@@ -166,7 +169,7 @@ def _attention(
 ) -> tuple[jax.Array, Any]:
     """What attention adds to the residual stream, and the cache of `attend`."""
     query, key, value, gate = _projections(kind, x, layer, rotations, arch)
-    attended, cache = attend(query, key, value)
+    attended, cache = attend(query, key, value, layer.get("sink"))
     attended = attended if gate is None else attended * jax.nn.sigmoid(gate)
     return biased(adapted("btnh,nhd->btd", attended, layer, "output"), layer, "output"), cache
 

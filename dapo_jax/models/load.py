@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from dapo_jax.data.model_files import read_if_there, read_object, unreadable
 from dapo_jax.errors import InputError
+from dapo_jax.models import mxfp4
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import model_directory, text_part
 from dapo_jax.models.weights import Weight, unflatten, weight_table
@@ -37,6 +38,13 @@ class _Tensor(NamedTuple):
 
     file: Any
     stored: str  # its name there
+
+    def header(self) -> Any:
+        """What reads its shape, its dtype or a part of it."""
+        return self.file.get_slice(self.stored)
+
+    def read(self) -> np.ndarray:
+        return self.file.get_tensor(self.stored)
 
 
 def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
@@ -71,7 +79,8 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
                     continue
                 problems += [f"tensor {name} is in more than one file"] if name in tensors else []
                 tensors[name] = _Tensor(file, stored)
-        problems += _mismatches({name: one.file.get_slice(one.stored) for name, one in tensors.items()}, arch)
+        whole = mxfp4.joined(tensors)
+        problems += _mismatches({name: one.header() for name, one in whole.items()}, arch)
         if problems:
             more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
             raise InputError(
@@ -80,7 +89,7 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
             )
         for part, count in left_out.items():
             logger.info("%s: %d tensors of %s are not read", directory, count, part)
-        return unflatten(_placed_leaves(directory, arch, tensors, place))
+        return unflatten(_placed_leaves(directory, arch, whole, place))
 
 
 def text_name(stored: str) -> str:
@@ -120,7 +129,7 @@ def _mismatches(tensors: Mapping[str, Any], arch: Architecture) -> Iterator[str]
     Args:
         tensors: their headers, which read a part of a tensor.
     """
-    expected = {name: weight.hf_shape for weight in weight_table(arch) for name in weight.tensors}
+    expected = {name: weight.file_shape for weight in weight_table(arch) for name in weight.tensors}
     for name, tensor in tensors.items():
         if tensor.get_dtype() not in DTYPES:
             yield f"tensor {name} has dtype {tensor.get_dtype()}, expected one of {DTYPES}"
@@ -152,7 +161,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _placed_leaves(
-    directory: Path, arch: Architecture, tensors: Mapping[str, _Tensor], place: Place
+    directory: Path, arch: Architecture, tensors: Mapping[str, _Tensor | mxfp4.Mxfp4Tensor], place: Place
 ) -> Iterator[tuple[Weight, jax.Array]]:
     for weight in weight_table(arch):
         placed = jax.block_until_ready(place(weight, _read_leaf(directory, weight, tensors)))
@@ -160,12 +169,11 @@ def _placed_leaves(
         yield weight, placed
 
 
-def _read_leaf(directory: Path, weight: Weight, tensors: Mapping[str, _Tensor]) -> np.ndarray:
+def _read_leaf(directory: Path, weight: Weight, tensors: Mapping[str, _Tensor | mxfp4.Mxfp4Tensor]) -> np.ndarray:
     leaf = np.empty(weight.shape, np.float32)
-    stored_shape = weight.hf_shape[::-1] if weight.transposed else weight.hf_shape
-    for part, name in zip(leaf.reshape(-1, *stored_shape), weight.tensors, strict=True):
-        tensor = tensors[name].file.get_tensor(tensors[name].stored)
-        part[...] = tensor.T if weight.transposed else tensor
+    shape = weight.kept(np.empty(weight.file_shape, np.bool_)).shape
+    for part, name in zip(leaf.reshape(-1, *shape), weight.tensors, strict=True):
+        part[...] = weight.kept(tensors[name].read())
         if not np.isfinite(part).all():
             raise InputError(
                 f"{directory}: {np.count_nonzero(~np.isfinite(part))} of {part.size} values of tensor {name} are NaN "

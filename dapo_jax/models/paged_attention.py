@@ -62,6 +62,7 @@ class AttendPages(Protocol):
 
     Args:
         window: of tokens that end with the one at `index`; only the tail is cut here, pages are by `reads`.
+        sink: as in `attention.softmax`, of these heads.
         cap: as in Scores.
 
     Returns:
@@ -75,6 +76,7 @@ class AttendPages(Protocol):
         tail: jax.Array,  # [B, K, C, 2H]
         index: jax.Array,  # int32
         reads: Reads,
+        sink: jax.Array | None = None,  # [N]
         *,
         window: int | None = None,
         cap: float | None = None,
@@ -87,6 +89,7 @@ def attend_gathered(
     tail: jax.Array,
     index: jax.Array,
     reads: Reads,
+    sink: jax.Array | None = None,
     *,
     window: int | None = None,
     cap: float | None = None,
@@ -96,7 +99,7 @@ def attend_gathered(
     found = found.reshape(*found.shape[:2], -1, found.shape[-1])
     tokens = jnp.arange(found.shape[2])
     visible = (reads.starts[:, None] <= tokens) & (tokens < reads.ends[:, None])
-    return merged([_attend(query, found, visible, cap), attend_tail(query, tail, index, window, cap)])
+    return merged([_attend(query, found, visible, cap), attend_tail(query, tail, index, window, cap)], sink)
 
 
 def attend_tail(
@@ -114,8 +117,16 @@ def attend_tail(
     return _attend(query, tail, visible[None], cap)
 
 
-def merged(parts: Sequence[SoftmaxParts]) -> jax.Array:
-    """Attention [..., H] to the keys of all parts; at least one of them has some."""
+def merged(parts: Sequence[SoftmaxParts], sink: jax.Array | None = None) -> jax.Array:
+    """Attention [..., N, H] to the keys of all parts; at least one of them has some. `sink` [N] as in AttendPages."""
+    if sink is not None:
+        first = parts[0]
+        of_sink = (
+            jnp.zeros_like(first.weighted),
+            jnp.ones_like(first.total),
+            jnp.broadcast_to(sink, first.highest.shape),
+        )
+        parts = [*parts, SoftmaxParts(*of_sink)]
     highest = functools.reduce(jnp.maximum, [part.highest for part in parts])
     scales = [jnp.exp(part.highest - highest) for part in parts]
     total = sum(part.total * scale for part, scale in zip(parts, scales, strict=True))

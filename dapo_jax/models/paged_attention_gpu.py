@@ -28,6 +28,7 @@ def attend(
     tail: jax.Array,
     index: jax.Array,
     reads: Reads,
+    sink: jax.Array | None = None,
     *,
     window: int | None = None,
     cap: float | None = None,
@@ -55,9 +56,10 @@ def attend(
     results = _parts(splits, by_head) if splits > 1 else [jax.ShapeDtypeStruct(query.shape, pages.dtype)]
     arrays = by_head, pages, reads.table, starts, reads.ends, jnp.reshape(index, 1), tail
     arrays += (reads.starts, *found) if found else ()
-    parts = call(
-        _row, "paged_attention", (rows, kv_heads, splits), results, arrays, num_found=len(found), window=window
-    )
+    if sink is not None:
+        arrays += (jnp.broadcast_to(sink.reshape(kv_heads, 1, groups), (kv_heads, rows, groups)).reshape(kv_heads, -1),)
+    static = {"num_found": len(found), "has_sink": sink is not None, "window": window}
+    parts = call(_row, "paged_attention", (rows, kv_heads, splits), results, arrays, **static)
     if splits == 1:
         return parts[0]
     attended = merged([SoftmaxParts(*(x[split] for x in parts)) for split in range(splits)])
@@ -142,6 +144,13 @@ class _Queries(NamedTuple):
         old_scale, scale = jnp.exp(parts[2] - new), jnp.exp(highest - new)
         return parts[0] * old_scale[:, None] + weighted * scale[:, None], parts[1] * old_scale + total * scale, new
 
+    def join_sink(self, ref: Any, here: Any, parts: Any) -> Any:
+        """`parts` with the sinks in `ref` [K, Q], which have no value, if they are `here`."""
+        sink = triton.load(ref.at[self.head, self.places], mask=self.real & here, other=MASKED)
+        new = jnp.maximum(parts[2], sink)
+        kept = jnp.exp(parts[2] - new)
+        return parts[0] * kept[:, None], parts[1] * kept + jnp.where(here, jnp.exp(sink - new), 0.0), new
+
     def store_parts(self, refs: Any, split: Any, parts: Any) -> None:
         """Parts of the softmax into `refs`."""
         masks = self.wide(parts[0].shape[-1]), self.real, self.real
@@ -184,6 +193,7 @@ def _row(
     tail_ref,
     *refs,
     num_found,
+    has_sink,
     window,
     groups,
     scale,
@@ -191,8 +201,8 @@ def _row(
 ):
     """A share of a row's own pages, for one key-value head; the first share with its prompt and the tail.
 
-    The last references are those of the row's first token and of what runs have `num_found`, if there are runs; then
-    come the results.
+    The last references are those of the row's first token and of what runs have `num_found`, if there are runs; of the
+    sinks of queries [K, Q], if there are some; then come the results.
     """
     row, head, split = (pl.program_id(axis) for axis in range(3))
     start, index, size, is_first = starts_ref[row], index_ref[0], query_ref.shape[-1], split == 0
@@ -203,6 +213,9 @@ def _row(
         refs = refs[1 + num_found :]
         join = functools.partial(queries.join_parts, found_refs, is_first & (first_ref[row] < start))
         parts = jax.lax.fori_loop(0, found_refs[0].shape[0], join, parts)
+    if has_sink:
+        sink_ref, *refs = refs
+        parts = queries.join_sink(sink_ref, is_first, parts)
     see = functools.partial(_see, queries.load(query_ref), head, scale=scale, cap=cap)
     parts = _see_pages(see, pages_ref, table_ref, row, start, ends_ref[row], parts)
     places = jnp.arange(tail_ref.shape[2])

@@ -26,6 +26,7 @@ def attend(
     tail: jax.Array,
     index: jax.Array,
     reads: Reads,
+    sink: jax.Array | None = None,
     *,
     window: int | None = None,
     cap: float | None = None,
@@ -37,7 +38,7 @@ def attend(
         interpret: run the kernel in Pallas' interpreter, on any device.
     """
     found = _attend_pages(query, pages, reads.table, reads.starts, reads.ends, cap=cap, interpret=interpret)
-    return merged([found, attend_tail(query, tail, index, window, cap)])
+    return merged([found, attend_tail(query, tail, index, window, cap)], sink)
 
 
 def _attend_pages(

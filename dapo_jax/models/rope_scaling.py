@@ -1,7 +1,7 @@
 """Host: rotary embeddings that are scaled for long contexts: their frequencies, and Hugging Face's spelling of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
@@ -73,12 +73,12 @@ SCALINGS: dict[str, type[RopeScaling]] = {  # by Hugging Face's rope_type
 }
 
 
-def hf_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    """`rope_scaling` of a config.json, without what is understood."""
+def hf_scaling(scaling: RopeScaling, written: Collection[str] = ()) -> dict[str, Any]:
+    """`rope_scaling` of a config.json, without what is understood and not among the keys `written`."""
     values = {"rope_type": next(name for name, kind in SCALINGS.items() if type(scaling) is kind), **asdict(scaling)}
     for name in ("attention_factor", "beta_fast", "beta_slow", "truncate"):
         rest = {key: value for key, value in values.items() if key != name}
-        values = rest if scaling_from_hf(rest, None) == scaling else values
+        values = rest if name not in written and scaling_from_hf(rest, None) == scaling else values
     return values
 
 

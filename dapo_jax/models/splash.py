@@ -107,12 +107,14 @@ def attend(
     bins: Bins,
     scores: Scores = PLAIN,
     *,
+    sink: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention on one device: query [N, T, heads, H], key and value [N, T, K, H] -> [N, T, heads, H] float32.
 
     Args:
         bins: with what `prepare` adds; no responses share a prompt if there is a window.
+        sink: [heads] float32, as in `attention.softmax`.
         interpret: run the kernel in Pallas' interpreter, on any device.
     """
     trees, slots, width = bins.trees, bins.prompt_slots, bins.trees.shape[1]
@@ -128,7 +130,7 @@ def attend(
     def of_bin(arrays):
         query, key, value, queries, blocks, *trees = arrays
         kernel = _kernel(queries, blocks, width, scores, interpret)
-        return kernel(query, key, value, splash_attention.SegmentIds(*trees))
+        return kernel(query, key, value, splash_attention.SegmentIds(*trees), sink)
 
     arrays = *(x.swapaxes(1, 2) for x in (query, key, value)), bins.queries, bins.blocks, trees, seen
     one_bin = jax.tree.map(lambda x: x[0], arrays)

@@ -81,8 +81,8 @@ def forward_bins(
         layers = {**layers, REPLAYED: jnp.moveaxis(bins.experts, 2, 0)}
 
     def step(kind, x, layer, _):
-        def attend(query, key, value):
-            return attends[kind](query, key, value), None
+        def attend(*arrays):
+            return attends[kind](*arrays), None
 
         def recurred(inputs):
             return recur(inputs)[0], None
@@ -123,8 +123,8 @@ def decode(
     """Hidden states [B, D] of one token per row, the caches with that token written, and its experts [B, l, k].
 
     Args:
-        attend: (kind, cache, query [B, 1, N, H], key, value [B, 1, K, H]) -> (what is attended [B, 1, N, H], new
-            cache); of layers with linear attention (kind, cache, gated_delta.Inputs) -> the same.
+        attend: (kind, cache, query [B, 1, N, H], key, value [B, 1, K, H], sink [N] or None) -> (what is attended
+            [B, 1, N, H], new cache); of layers with linear attention (kind, cache, gated_delta.Inputs) -> the same.
         params: weights, layers as a list.
         tokens, positions: [B] int32.
         caches: one of each layer, of any kind.
@@ -213,9 +213,9 @@ def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) ->
     recur = _recurrence(mask.astype(jnp.int32), jnp.zeros(mask.shape, jnp.int32), arch)
 
     def step(kind, x, layer, _):
-        def attend(query, key, value):
+        def attend(query, key, value, sink):
             cache = _cached(key, value) if keep_cache else None
-            return causal_attention(query, key, value, mask, scores_of(kind, arch)), cache
+            return causal_attention(query, key, value, mask, scores_of(kind, arch), sink), cache
 
         def recurred(inputs):
             read, state = recur(inputs)

@@ -29,19 +29,27 @@ Array = jax.Array
 
 
 def attend(
-    query: Array, key: Array, value: Array, bins: Bins, scores: Scores = PLAIN, *, interpret: bool = False
+    query: Array,
+    key: Array,
+    value: Array,
+    bins: Bins,
+    scores: Scores = PLAIN,
+    *,
+    sink: Array | None = None,
+    interpret: bool = False,
 ) -> Array:
     """Attention on one device: query [N, T, K * G, H], key and value [N, T, K, H] -> [N, T, K * G, H] float32.
 
     Args:
         bins: with what tree_ranges.py's `prepare` adds.
+        sink: [K * G] float32, as in `attention.softmax`.
         interpret: run the kernels in Pallas' interpreter, on any device.
     """
     size = query.shape[-1]
     whole = max(1 << (size - 1).bit_length(), 16)  # Triton takes powers of two from 16 on
     query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, whole - size),)) for x in (query, key, value))
     product = _Product(size**-0.5, scores.cap, skips=scores.window is not None)
-    attended: Any = _attend(query, key, value, in_window(bins, scores.window), product, interpret)
+    attended: Any = _attend(query, key, value, sink, in_window(bins, scores.window), product, interpret)
     return attended[..., :size].astype(jnp.float32)
 
 
@@ -65,33 +73,39 @@ class _Product:
         return of_scores * self.scale * (1 - jnp.square(scores / (self.cap * LOG2_E)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(query: Array, key: Array, value: Array, ranges: Array, product: _Product, interpret: bool) -> Array:
-    return _forward(query, key, value, ranges, product, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(
+    query: Array, key: Array, value: Array, sink: Array | None, ranges: Array, product: _Product, interpret: bool
+) -> Array:
+    return _forward(query, key, value, sink, ranges, product, interpret)[0]
 
 
 def _forward(
-    query: Array, key: Array, value: Array, ranges: Array, product: _Product, interpret: bool
-) -> tuple[Array, tuple[Array, ...]]:
+    query: Array, key: Array, value: Array, sink: Array | None, ranges: Array, product: _Product, interpret: bool
+) -> tuple[Array, tuple[Any, ...]]:
     """What is attended; and with it the operands and the binary logarithm [N, heads, T] of each softmax's sum."""
+    sinks = [] if sink is None else [sink * LOG2_E]
     bins, width, heads, _ = query.shape
     block, groups = _block_size(query), heads // key.shape[2]
     attended, normalizer = pl.pallas_call(
         functools.partial(_forward_kernel, product=product),
         grid=(bins, heads, width // block),
-        in_specs=[_block(query), _whole(key, groups), _whole(value, groups), _of_bin(ranges)],
+        in_specs=[
+            *(_block(query), _whole(key, groups), _whole(value, groups), _of_bin(ranges)),
+            *(pl.BlockSpec(one.shape, lambda *_: (0,)) for one in sinks),
+        ],
         out_specs=[_block(query), _block_of_numbers(block)],
         out_shape=[query, jax.ShapeDtypeStruct((bins, heads, width), jnp.float32)],
         name="tree_attention_fwd",
         **_options(query, interpret),
-    )(query, key, value, ranges)
+    )(query, key, value, ranges, *sinks)
     attended, normalizer = checkpoint_name(attended, ATTENDED), checkpoint_name(normalizer, ATTENDED)
-    return attended, (query, key, value, ranges, attended, normalizer)
+    return attended, (query, key, value, sink, ranges, attended, normalizer)
 
 
-def _forward_kernel(query_ref, key_ref, value_ref, ranges_ref, attended_ref, normalizer_ref, *, product):
-    """One block of queries of one head."""
-    query = query_ref[...]
+def _forward_kernel(query_ref, key_ref, value_ref, ranges_ref, *refs, product):
+    """One block of queries of one head. The last references are those of the sinks, if there are some, and results."""
+    query, (*sink_refs, attended_ref, normalizer_ref) = query_ref[...], refs
     seen = _Seen(ranges_ref, pl.program_id(2), len(query))
 
     def step(visible, there, carry):
@@ -104,13 +118,15 @@ def _forward_kernel(query_ref, key_ref, value_ref, ranges_ref, attended_ref, nor
         return attended, total * kept + jnp.sum(weights, axis=1), new
 
     start = jnp.zeros(query.shape, jnp.float32), jnp.zeros(len(query)), jnp.full(len(query), MASKED)
+    for sink_ref in sink_refs:
+        start = start[0], jnp.ones(len(query)), jnp.full(len(query), sink_ref[pl.program_id(1)])
     attended, total, highest = seen.each_block(step, start)
     attended_ref[...] = (attended / total[:, None]).astype(attended_ref.dtype)
     normalizer_ref[...] = highest + jnp.log2(total)
 
 
-def _backward(product: _Product, interpret: bool, saved: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
-    query, key, value, ranges, attended, normalizer = saved
+def _backward(product: _Product, interpret: bool, saved: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+    query, key, value, sink, ranges, attended, normalizer = saved
     (bins, width, heads, _), kv_heads = query.shape, key.shape[2]
     block, groups = _block_size(query), heads // kv_heads
     # of each query, what its scores' gradients have in common (arXiv:2307.08691, algorithm 2)
@@ -145,7 +161,10 @@ def _backward(product: _Product, interpret: bool, saved: tuple[Array, ...], cota
     to_key, to_value = (
         x.reshape(bins, width, kv_heads, groups, -1).sum(axis=3).astype(key.dtype) for x in (to_key, to_value)
     )
-    return to_query, to_key, to_value, None
+    to_sink = None  # its weight is part of a softmax, and its value 0
+    if sink is not None:
+        to_sink = -jnp.sum(jnp.exp2(sink[:, None] * LOG2_E - normalizer) * common, axis=(0, 2))
+    return to_query, to_key, to_value, to_sink, None
 
 
 def _query_kernel(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,13 +35,27 @@ class Weight:
     hf_shape: tuple[int, ...]
     transposed: bool = False
     layers: tuple[int, ...] = ()  # numbers of those that have it; empty: all
+    turns: tuple[int, int] = (0, 0)  # (i, n): a tensor holds all experts, and of its last dimension each n-th from i on
 
     @property
     def tensors(self) -> list[str]:
         """The names of the Hugging Face tensors that make up the leaf, in its order."""
         layers = (self.layers or range(self.shape[0])) if self.stacked else (0,)
-        experts = range(self.num_experts or 1)
+        experts = range(1 if self.turns[1] else self.num_experts or 1)
         return [self.hf_name.format(layer=layer, expert=expert) for layer in layers for expert in experts]
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape of such a tensor."""
+        if not self.turns[1]:
+            return self.hf_shape
+        *others, last = self.shape[1:]
+        return *others, last * self.turns[1]
+
+    def kept(self, tensor: np.ndarray) -> np.ndarray:
+        """What the leaf has of such a tensor."""
+        first, every = self.turns
+        return tensor[..., first::every] if every else tensor.T if self.transposed else tensor
 
     @property
     def stacked(self) -> bool:
@@ -119,6 +133,8 @@ def _attention(arch: Architecture) -> list[Weight]:
         shape, axes = ((count, H), (axis, "head_dim")) if whole else ((H,), ("norm",))
         hf_name, hf_shape = f"self_attn.{name[0]}_norm.weight", (math.prod(shape),)
         table.append(_layer(arch, f"{name}_norm", shape, axes, hf_name, hf_shape, _unit(arch)))
+    if arch.sinks:
+        table.append(_layer(arch, "sink", (N,), ("heads",), "self_attn.sinks", (N,), "zeros"))
     axes = "heads", "head_dim", "embed"
     table.append(_projection(arch, "output", (N, H, D), axes, "self_attn.o_proj.weight", N * H))
     if arch.output_bias:
@@ -165,16 +181,32 @@ def _feed_forward(arch: Architecture, F: int, prefix: str = "", hf_prefix: str =
 
 def _experts(arch: Architecture, experts: Experts) -> list[Weight]:
     D, E, F = arch.hidden_size, experts.number, experts.intermediate_size
-    table = [_projection(arch, "router", (D, E), ("embed", "router"), "mlp.gate.weight", D)]
+    router = "mlp.router" if experts.biases else "mlp.gate"
+    table = [_projection(arch, "router", (D, E), ("embed", "router"), f"{router}.weight", D)]
+    if experts.biases:
+        table.append(_layer(arch, "router_logit_bias", (E,), ("router",), f"{router}.bias", (E,), "zeros"))
     if experts.biased:
         hf_name = "mlp.gate.e_score_correction_bias"
         table.append(_layer(arch, "router_bias", (E,), ("router",), hf_name, (E,), "zeros"))
+    matrices = []
     for name, inputs, outputs in (("gate", D, F), ("up", D, F), ("down", F, D)):
         axes = ("expert", "embed", "expert_mlp") if name != "down" else ("expert", "expert_mlp", "embed")
         hf_name = f"mlp.experts.{{expert}}.{name}_proj.weight"
         shape, hf_shape = (E, inputs, outputs), (outputs, inputs)
-        table.append(_layer(arch, f"expert_{name}", shape, axes, hf_name, hf_shape, transposed=True))
-    return table
+        matrices.append(_layer(arch, f"expert_{name}", shape, axes, hf_name, hf_shape, transposed=True))
+    return table + (_joined(arch, matrices) if experts.biases else matrices)
+
+
+def _joined(arch: Architecture, matrices: list[Weight]) -> list[Weight]:
+    """The matrices of experts and their biases as gpt-oss stores them: gate and up take turns in one tensor."""
+    joined, biases = [], []
+    for weight, turns, name in zip(matrices, ((0, 2), (1, 2), (0, 1)), ("gate_up", "gate_up", "down"), strict=True):
+        hf_name, (_, number, _, outputs), (_, axis, _, last) = f"mlp.experts.{name}_proj", weight.shape, weight.axes
+        joined.append(replace(weight, hf_name=f"model.layers.{{layer}}.{hf_name}", turns=turns))
+        shape, axes = (number, outputs), (axis, last if name == "gate_up" else "norm")
+        bias = _layer(arch, f"{weight.path[-1]}_bias", shape, axes, f"{hf_name}_bias", (outputs,), "zeros")
+        biases.append(replace(bias, turns=turns))
+    return joined + biases
 
 
 def _unit(arch: Architecture) -> str:

@@ -1,5 +1,6 @@
 """Host: parameters to the safetensors files of a Hugging Face model directory, one file at a time, and its config."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,8 +82,8 @@ def _deal_out(table: Sequence[Weight], dtype: np.dtype, max_shard_bytes: int) ->
     """The tensor names of each file, in the order of the table."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for weight in table:
-        size = math.prod(weight.hf_shape) * weight.stored_dtype(dtype).itemsize
+    for weight, *_ in _leaves_of_tensors(table):
+        size = math.prod(weight.file_shape) * weight.stored_dtype(dtype).itemsize
         for tensor in weight.tensors:
             if shards[-1] and filled + size > max_shard_bytes:
                 shards.append([])
@@ -99,16 +100,26 @@ def _tensors(
     on_tensor: Callable[[int], object],
 ) -> Iterator[np.ndarray]:
     """The tensors of all files, in the order of the table."""
-    for weight in table:
-        for tensor in _as_stored(weight, _whole(leaves[weight.path]), weight.stored_dtype(dtype)):
+    for weights in _leaves_of_tensors(table):
+        whole = [_whole(leaves[weight.path]) for weight in weights]
+        for tensor in as_stored(weights[0], whole, weights[0].stored_dtype(dtype)):
             yield tensor
             on_tensor(tensor.nbytes)
 
 
-def _as_stored(weight: Weight, leaf: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """A leaf as Hugging Face's tensors; copies, so that none of them keeps the leaf alive."""
+def _leaves_of_tensors(table: Sequence[Weight]) -> Iterator[list[Weight]]:
+    """The weights that are stored in the same tensors: most are alone."""
+    return (list(weights) for _, weights in itertools.groupby(table, lambda weight: weight.hf_name))
+
+
+def as_stored(weight: Weight, leaves: Sequence[np.ndarray], dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Leaves, one unless they take turns, as Hugging Face's tensors; copies, so that none keeps the leaves alive."""
+    if weight.turns[1]:
+        for parts in zip(*leaves, strict=True):
+            yield np.stack(parts, axis=-1).reshape(weight.file_shape).astype(dtype, order="C")
+        return
     shape = weight.hf_shape[::-1] if weight.transposed else weight.hf_shape
-    for part in leaf.reshape(-1, *shape):
+    for part in leaves[0].reshape(-1, *shape):
         yield (part.T if weight.transposed else part).astype(dtype, order="C")
 
 
@@ -134,12 +145,13 @@ def with_weights(config: Mapping[str, Any], arch: Architecture, dtype: str) -> d
     transformers 4 and 5 and vLLM read it likewise.
     """
     kept = {key: value for key, value in config.items() if key not in STALE}
-    return kept | _of_weights(arch, FAMILIES[arch.family], dtype)
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return kept | _of_weights(arch, FAMILIES[arch.family], dtype, rope)
 
 
-def _of_weights(arch: Architecture, family: Family, dtype: str) -> dict[str, Any]:
+def _of_weights(arch: Architecture, family: Family, dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that depend on who wrote the weights: each in the spelling of transformers 4 and vLLM, and of 5."""
-    scaling = None if arch.rope_scaling is None else hf_scaling(arch.rope_scaling)
+    scaling = None if arch.rope_scaling is None else hf_scaling(arch.rope_scaling, given)
     rope = {"rope_theta": arch.rope_theta, **(scaling or {"rope_type": "default"})}
     config = {
         "torch_dtype": dtype,

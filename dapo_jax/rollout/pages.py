@@ -64,7 +64,7 @@ class Pages:
         if plan.runs is not None:
             ends_of_prompts = jnp.where(plan.numbers < 0, 0, cached + starts)
             runs = Runs(plan.runs.firsts, plan.runs.lengths, ends_of_prompts)
-        spec = HEADS, HEADS, HEADS, PartitionSpec(), ROWS
+        spec = HEADS, HEADS, HEADS, PartitionSpec(), ROWS, PartitionSpec("tensor")
 
         def attend(moment: Any, kind: Layer, layer: Any, *given: Any) -> Any:
             held, tail = layer
@@ -72,7 +72,7 @@ class Pages:
                 assert arch.delta is not None
                 read, state = next_token(given[0], tail, moment[1], arch.delta)
                 return read, (held, state)
-            (index, _), (query, key, value) = moment, given
+            (index, _), (query, key, value, sink) = moment, given
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
             tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
             reads = Reads(plan.table, starts, ends, runs)
@@ -82,7 +82,7 @@ class Pages:
                 reads = Reads(plan.windows.table, first, ends - before)
             of_kind = functools.partial(self.attend, window=kind.window, cap=arch.attention_cap)
             of_shard = jax.shard_map(of_kind, in_specs=spec, out_specs=HEADS, check_vma=False)
-            return of_shard(query[:, 0], held, tail, index, reads)[:, None], (held, tail)
+            return of_shard(query[:, 0], held, tail, index, reads, sink)[:, None], (held, tail)
 
         def after(kind: Layer, held: Any, tail: Any) -> Any:
             if kind.delta:

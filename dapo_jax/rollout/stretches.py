@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dapo_jax.models.architecture import Architecture, Layer
-from dapo_jax.models.attention import MASKED, capped, matmul
+from dapo_jax.models.attention import capped, matmul, softmax
 from dapo_jax.models.gated_delta import State, empty_state, next_token
 from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, states_at, taken
 
@@ -49,10 +49,10 @@ class Stretches:
                 assert arch.delta is not None
                 read, held = next_token(given[0], layer[1], moment[1], arch.delta)
                 return read, (None, held)
-            (index, _), (query, key, value) = moment, given
+            (index, _), (query, key, value, sink) = moment, given
             last = width + plan.sampled - 1 + index
             held = KeysAndValues(_write(layer[1].key, key[:, 0], last, 3), _write(layer[1].value, value[:, 0], last, 2))
-            return _attend(kind, held, query, first, last, arch), (None, held)
+            return _attend(kind, held, query, first, last, arch, sink), (None, held)
 
         return OpenedCache([None] * len(self.rows), self.rows, attend, lambda rows: Stretches(rows, self.prompts))
 
@@ -126,7 +126,13 @@ def _width(prompts: list[Any]) -> int:
 
 
 def _attend(
-    kind: Layer, held: KeysAndValues, query: jax.Array, first: jax.Array, last: jax.Array, arch: Architecture
+    kind: Layer,
+    held: KeysAndValues,
+    query: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    arch: Architecture,
+    sink: jax.Array | None,
 ) -> jax.Array:
     """Attention [B, 1, N, H] of each row to places `first` [B] to `last` [B] of its stretch, or to a window."""
     (rows, _, heads, size), places = query.shape, jnp.arange(held.key.shape[3])
@@ -135,7 +141,7 @@ def _attend(
         visible &= places > last[:, None] - kind.window
     grouped = query.reshape(rows, held.key.shape[1], -1, size)
     scores = capped(matmul("bkgh,bkht->bkgt", grouped, held.key) * size**-0.5, arch.attention_cap)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    weights = softmax(scores, visible[:, None, None], sink)
     return matmul("bkgt,bkth->bkgh", weights, held.value).reshape(rows, 1, heads, size)
 
 

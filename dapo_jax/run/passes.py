@@ -76,7 +76,7 @@ def chosen_attention(model: ModelConfig, data: DataConfig, arch: Architecture, m
     if asked == "xla":
         return asked, ""
     names = kernels(device, data.max_response_length) if asked == "fused" else (asked,)
-    problems = {name: unfit(name, device, dtype, arch.head_dim, arch.attention_cap) for name in names}
+    problems = {name: unfit(name, device, dtype, arch.head_dim, arch.attention_cap, sinks=arch.sinks) for name in names}
     if fit := [name for name, problem in problems.items() if not problem]:
         return fit[0], ""
     problem = next(iter(problems.values()), "")

@@ -74,7 +74,7 @@ SMALL = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {
-    **dict.fromkeys(("num_experts", "n_routed_experts"), 8),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 8),
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
 }

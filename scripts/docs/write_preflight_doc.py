@@ -30,6 +30,7 @@ RECIPES = {  # by report
     "32b_h100": "the same, `mesh.fsdp=4`",
     "30b_a3b_v5p": "`configs/qwen3_30b_a3b_math.py`",
     "30b_a3b_h100": "the same, `mesh.fsdp=4`",
+    "gpt_oss_h100": "`configs/gpt_oss_20b_math.py`",
     "smollm3_h100": "`configs/smollm3_3b_math.py`",
     "smollm3_v5e": "the same, `fsdp=4 tensor=4`",
     "gemma3_v5e": "`configs/gemma3_1b_gsm8k_lora.py`",

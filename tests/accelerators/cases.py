@@ -49,6 +49,7 @@ SIZES = {  # of a family, where they are not Llama's
     "qwen3": {"head_dim": 128},
     "qwen3_moe": EXPERTS,
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    "gpt_oss": {**WINDOW, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_scaling": YARN | {"truncate": False}},
     "smollm3": {"num_hidden_layers": 4},
     "olmo3": {**WINDOW, "num_hidden_layers": 4, "rope_scaling": YARN},
     "gemma2": GEMMA,

@@ -57,6 +57,8 @@ def _layers(arch, family):
             config |= {"first_k_dense_replace": len(dense), "n_group": 1, "topk_group": 1}
         else:
             config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        if experts.clamp is not None:
+            config |= {"swiglu_limit": experts.clamp, "swiglu_alpha": experts.slope}
     return config
 
 

@@ -1,6 +1,7 @@
 """Gradients of every checkpoint against transformers', which write_references.py recorded."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,17 @@ from models.write_references import RANK, SCALE, adapter, projected, sequences
 
 from dapo_jax.models.lora import Lora, adapter_table, present_targets, with_adapters
 from dapo_jax.models.weights import UNTRAINED, unflatten, weight_table
+from dapo_jax.models.write_safetensors import as_stored
 
 
 def stored(table, tree):
     """The tensors of a tree of leaves by their names in a checkpoint, as they are stored there."""
-    for weight in table:
-        leaf = np.asarray(functools.reduce(lambda part, key: part[key], weight.path, tree))
-        shape = weight.hf_shape[::-1] if weight.transposed else weight.hf_shape
-        parts = leaf.reshape(-1, *shape)
-        for tensor, part in zip(weight.tensors, parts, strict=True):
-            yield tensor, part.T if weight.transposed else part
+    for _, weights in itertools.groupby(table, lambda weight: weight.hf_name):
+        first, *others = weights
+        leaves = [
+            np.asarray(functools.reduce(lambda part, key: part[key], weight.path, tree)) for weight in (first, *others)
+        ]
+        yield from zip(first.tensors, as_stored(first, leaves, np.dtype(np.float32)), strict=True)
 
 
 def assert_same_gradients(found, golden, prefix):

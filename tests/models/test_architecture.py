@@ -78,6 +78,7 @@ def of_family(name, **changes):
         ({"name": "Gemma2", "sliding_window": 8, "sliding_window_pattern": 3}, [1, 3, 5]),
         ({"name": "Gemma3", "sliding_window": 8, "layer_types": ["full_attention"] * 7}, range(7)),
         ({"name": "Olmo3", "sliding_window": 8}, [3]),
+        ({"name": "GptOss", "sliding_window": 8}, [1, 3, 5]),
         ({"name": "Olmo2"}, range(7)),
     ],
 )

@@ -121,6 +121,60 @@ def test_biases_change_the_choice_and_no_weight_and_have_no_gradient():
     assert not of_biases.any()
 
 
+BIASED = Experts(E, K, F, normalized=True, biases=True, clamp=0.8, slope=1.702)
+
+
+def draw_biases():
+    """Of the router's logits, and of gate, up and down."""
+    normal = np.random.default_rng(4).normal
+    return tuple(normal(size=shape).astype(np.float32) for shape in ((E,), (E, F), (E, F), (E, D)))
+
+
+def dense_with_biases(x, router, gate, up, down, of_router, of_gate, of_up, of_down, replayed=None):
+    """As transformers computes gpt-oss: a softmax over the logits of the chosen."""
+    product = functools.partial(jnp.einsum, precision="highest")
+    logits = product("btd,de->bte", x, router) + of_router
+    chosen = jnp.argsort(-logits, axis=-1)[..., :K]
+    if replayed is not None:
+        chosen = jnp.where((replayed < 0).any(axis=-1, keepdims=True), chosen, replayed)
+    weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
+    weights = jnp.sum(jnp.where(chosen[..., None] == jnp.arange(E), weights[..., None], 0), axis=2)
+    gate = jnp.minimum(product("btd,edf->btef", x, gate) + of_gate, BIASED.clamp)
+    up = jnp.clip(product("btd,edf->btef", x, up) + of_up, -BIASED.clamp, BIASED.clamp)
+    hidden = gate * jax.nn.sigmoid(BIASED.slope * gate) * (up + 1)
+    return product("bte,bted->btd", weights, product("btef,efd->bted", hidden, down) + of_down)
+
+
+def sparse_with_biases(*operands, replayed=None):
+    *operands, of_router, of_gate, of_up, of_down = operands
+    settings = {"experts": BIASED, "logit_bias": of_router, "biases": (of_gate, of_up, of_down), "replayed": replayed}
+    return expert_feed_forward(*operands, **settings)[0]
+
+
+@pytest.mark.parametrize("axes", [None, (2, 2, 2)], ids=["one device", "2x2x2"])
+@pytest.mark.parametrize("replay", [False, True], ids=["own", "replay"])
+def test_biases_of_all_products_and_clamped_gates_equal_dense_experts(axes, replay):
+    operands, replayed = (*draw(), *draw_biases()), some_choices() if replay else None
+
+    def both(function):
+        def values(*operands):
+            result, pull_back = jax.vjp(functools.partial(function, replayed=replayed), *operands)
+            return result, *pull_back(COTANGENT)
+
+        return jax.jit(values)
+
+    expected = both(dense_with_biases)(*operands)
+    assert all(np.abs(gradient).max() > 0.1 for gradient in expected)
+    if axes is None:
+        assert_close(both(sparse_with_biases)(*operands), expected)
+        return
+    mesh = make_mesh(*axes)
+    of_biases = [NamedSharding(mesh, spec) for spec in (PartitionSpec(), *[PartitionSpec("tensor")] * 3)]
+    with jax.set_mesh(mesh):
+        found = both(sparse_with_biases)(*jax.device_put(operands, (*shardings(mesh), *of_biases)))
+    assert_close(found, expected)
+
+
 def test_equal_probabilities_choose_the_first_experts():
     x, router, *weights = draw()
     routing = check((x, np.zeros_like(router), *weights))  # and the others have no rows

@@ -153,6 +153,47 @@ def test_equals_attention_whatever_stands_on_padding(case):
     check(run(*arrays(DTYPES[kernel]), prepared(kernel, BINS[trees])), kernel, trees, scores)
 
 
+SINKS = np.array([-3.0, 0.5, 4.0, 30.0], np.float32)  # of each head: with hardly any of the weight, to nearly all
+
+
+@pytest.mark.parametrize(
+    ("kernel", "trees", "scores"),
+    [
+        ("triton", "shared", PLAIN),
+        ("triton", "shared", Scores(16, 1.5)),
+        ("splash", "shared", PLAIN),
+        ("splash", "copies", Scores(16)),
+    ],
+)
+def test_sinks_take_weight_and_have_gradients(kernel, trees, scores):
+    """Heads on two devices; padding has no cotangent."""
+    bins, visible = BINS[trees], visible_in_bins(BINS[trees], scores.window)
+    *operands, cotangent = arrays(np.float32)
+    operands, cotangent = (*operands, SINKS), cotangent * (bins.trees > 0)[:, :, None, None]
+    attend = on_each_device(functools.partial(INTERPRETED[kernel], interpret=True))
+
+    @jax.jit
+    def found(bins, *operands):
+        result, pull_back = jax.vjp(lambda *operands: attend(bins, scores)(*operands), *operands)
+        return result, *pull_back(cotangent)
+
+    @jax.jit
+    def expected(*operands):
+        result, pull_back = jax.vjp(
+            lambda *operands: attention(*operands[:3], visible, scores.cap, operands[3]), *operands
+        )
+        return result, *pull_back(cotangent)
+
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        *parts, of_sinks = found(prepared(kernel, bins), *operands)
+    *others, golden = expected(*operands)
+    for x, y in zip(parts, others, strict=True):
+        real = bins.trees > 0
+        np.testing.assert_allclose(np.asarray(x)[real], np.asarray(y)[real], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_sinks, golden, rtol=1e-5, atol=1e-4)
+    assert np.abs(golden).max() > 1
+
+
 @pytest.mark.slow
 @pytest.mark.long("shared", "cudnn copies")
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith("plain")])
@@ -257,6 +298,8 @@ def test_cudnn_has_a_length_for_every_tree_and_packs_from_hopper_on():
     assert bin_attention("cudnn", device("9.0")).packs and not bin_attention("cudnn", device("8.0")).packs
     problems = {name: unfit(name, device("9.0"), jnp.bfloat16, 128, 50.0) for name in ("cudnn", "triton")}
     assert problems == {"cudnn": "needs scores without a soft cap, and this model caps its own", "triton": ""}
+    problems = {name: unfit(name, device("9.0"), jnp.bfloat16, 64, sinks=True) for name in ("cudnn", "triton")}
+    assert problems == {"cudnn": "needs attention without sinks, and this model has them", "triton": ""}
 
 
 @pytest.mark.parametrize(("kernel", "least"), [("splash", 2 + 3 + 4), ("triton", 4 + 6 + 4)])

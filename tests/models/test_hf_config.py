@@ -49,6 +49,13 @@ ARCHITECTURES = {
         qk_norm="head",
         rotary_size=4,
     ),
+    "gpt_oss": architecture(
+        "gpt_oss",
+        intermediate_size=EXPERTS.intermediate_size,
+        experts=dataclasses.replace(EXPERTS, biases=True, clamp=1.5, slope=2.0),
+        pattern=(Layer(experts=True), Layer(window=24, experts=True)),
+        rope_scaling=YarnRopeScaling(4.0, 32, 1.25, 16.0, 2.0, False),
+    ),
     "smollm3_nope": architecture("smollm3", pattern=(ALL, Layer(rotary=False))),
     "olmo3_yarn": architecture("olmo3", pattern=(LOCAL, ALL), rope_scaling=YarnRopeScaling(4.0, 32, 1.25)),
     "gemma2_caps": architecture("gemma2", pattern=(SOME, ALL), attention_cap=20.0, logit_cap=10.0, query_scale=0.5),

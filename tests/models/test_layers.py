@@ -93,7 +93,7 @@ def test_projections_of_a_layer_write_bfloat16_on_gpus_and_all_else_is_float32(p
     x, mask = np.zeros((2, 6, ARCH.hidden_size), np.float32), np.ones((2, 6), bool)
     layer = layer_weights(cast_matrices(params(), ARCH, jnp.dtype(dtype))["layers"], ARCH)[0]
 
-    def attend(query, key, value):
+    def attend(query, key, value, sink):
         return attention(query, key, value, causal(6, mask)), None
 
     def result(x, layer):

@@ -91,6 +91,20 @@ def test_kernels_equal_copies_of_the_pages(kernel, sizes, window, cap, monkeypat
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 40])
+def test_kernels_take_sinks_as_copies_do(kernel, window, monkeypatch):
+    """A key more of each head, with the sink as its score and no value; it counts once, however pages are divided."""
+    if kernel == "gpu, undivided":
+        monkeypatch.setattr(paged_attention_gpu, "PROGRAMS", 1)
+    *arrays, reads = case()
+    reads = reads if window is None else seen_through(window, reads)
+    sink = np.linspace(-3, 30, arrays[0].shape[1], dtype=np.float32)
+    expected = jit_gathered(*arrays, reads, sink, window=window)
+    np.testing.assert_allclose(KERNELS[kernel](*arrays, reads, sink, window=window), expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(expected[:, -1]).max() < 1e-4 < np.abs(expected[:, 0]).max()
+
+
 @pytest.mark.parametrize("copies", [6, 19])
 def test_runs_read_their_prompt_once_and_no_others(copies):
     """Rows of one prompt, more than a run may have; nothing is read of what a run does not begin with."""

@@ -22,7 +22,7 @@ def test_table_names_every_tensor_of_the_checkpoint_and_its_shape(name):
     arch = read_architecture(DATA / name)
     expected = {}
     for weight in weight_table(arch):
-        expected |= dict.fromkeys(weight.tensors, weight.hf_shape)
+        expected |= dict.fromkeys(weight.tensors, weight.file_shape)
         assert len(weight.axes) == len(weight.shape) and set(weight.axes) <= set(TRAIN_RULES)
     stored = load_file(DATA / name / "model.safetensors")
     assert expected == {name: tensor.shape for name, tensor in stored.items()}

@@ -144,11 +144,11 @@ def _gradients(torch: Any, model: Any, tokens: np.ndarray) -> dict[str, np.ndarr
 
 
 def _stored_names(gradients: dict[str, Any]) -> dict[str, Any]:
-    """Gradients by the names of the checkpoint, in which each expert has tensors of its own."""
+    """Gradients by the names of the checkpoint, in which each expert has tensors of its own, but for gpt-oss."""
     found = {}
     for name, gradient in gradients.items():
         stem, _, last = name.rpartition(".")
-        if not stem.endswith(".experts"):
+        if not stem.endswith(".experts") or f"{stem}.gate_up_proj_bias" in gradients:
             found[name] = gradient
             continue
         for expert, part in enumerate(gradient):
@@ -207,7 +207,20 @@ def make(name: str) -> None:
     np.savez_compressed(DATA / name / "reference.npz", **{key: value.numpy() for key, value in arrays.items()})
 
 
+def write_mxfp4(path: Path) -> None:
+    """Random blocks and scales, and the tensor [E, K, N] of numbers that they stand for."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (2, 3, 2, 16), np.uint8), rng.integers(120, 134, (2, 3, 2), np.uint8)
+    numbers = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    np.savez_compressed(path, blocks=blocks, scales=scales, numbers=numbers)
+
+
 if __name__ == "__main__":
+    if not (mxfp4 := DATA.parent / "mxfp4.npz").exists():
+        write_mxfp4(mxfp4)
     for path in sorted({*DATA.iterdir(), *(DATA / name for name in MADE)}):
         if not path.exists():
             make(path.name)
