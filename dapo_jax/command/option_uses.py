@@ -17,7 +17,7 @@ from dapo_jax.algorithms.named import LOSS, named_estimator, named_loss
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.command.tasks import measured_sets, verifiers_of
-from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
+from dapo_jax.config.derived import gen_batch_size, keeps_some, plays_episodes, uses_reference
 from dapo_jax.config.own_functions import is_own
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
@@ -74,7 +74,7 @@ def _named(config: Config) -> dict[str, bool]:
     return {
         "ALIAS": False,
         "BEST": bool(trainer.best_metric or sets),
-        "ENVIRONMENT": bool(config.environment.path or config.environment.tools),
+        "ENVIRONMENT": plays_episodes(config.environment),
         "FILES": data.task == "files" or any(task.files for task in sets),
         "FORMAT": verifiers is None or "format" in verifiers,
         "JUDGE": verifiers is None or "judge" in verifiers,

@@ -24,7 +24,7 @@ from dapo_jax.command.tasks import (
     verifiers_of,
 )
 from dapo_jax.config.bounds import bounds_of, one_of
-from dapo_jax.config.derived import trains_on_rewards
+from dapo_jax.config.derived import plays_episodes, trains_on_rewards
 from dapo_jax.config.own_functions import is_own
 from dapo_jax.config.places import address_problem, is_address
 from dapo_jax.config.sections import (
@@ -138,7 +138,7 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     if data.curriculum.enable:
         yield from algorithm_rules.curriculum_problems(algorithm.filter_groups, rollout, function)
     yield from reward_rules.reward_problems(reward, algorithm.distillation, function)
-    if environment.path or environment.tools:
+    if plays_episodes(environment):
         yield from reward_rules.environment_problems(environment, reward)
         yield from batch_rules.episode_problems(environment, rollout, algorithm, estimator)
     if JUDGE in (verifiers_of(reward, measured_sets(data, evaluate, reward)) or ()):

@@ -11,6 +11,7 @@ from dapo_jax.config.sections import (
     Config,
     DataConfig,
     DistillationConfig,
+    EnvironmentConfig,
     RewardConfig,
     RolloutConfig,
     TrainerConfig,
@@ -51,6 +52,11 @@ def segment_steps(data: DataConfig, rollout: RolloutConfig) -> int:
     """Training steps that the longest response takes with rollout.segment_length; 0 without."""
     length = rollout.segment_length
     return -(-data.max_response_length // length) if length else 0
+
+
+def plays_episodes(environment: EnvironmentConfig) -> bool:
+    """Whether responses are episodes with an environment or tools."""
+    return bool(environment.path or environment.tools)
 
 
 def environment_classes(path: str) -> dict[str, str]:

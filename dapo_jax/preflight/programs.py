@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.config.derived import gen_batch_size, uses_reference
+from dapo_jax.config.derived import gen_batch_size, plays_episodes, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.data.work import Work
 from dapo_jax.learner.actor import build_actor, build_statistics
@@ -77,6 +77,7 @@ def step_programs(
             prompt_lengths=prompts,
             free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),
             limits=Sampling.create(draws.temperature, draws.top_p, draws.top_k, draws.min_response_length).limits,
+            returns=plays_episodes(config.environment),
         )
     with jax.set_mesh(meshes.training):
         learning = list(builder.learning())

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.command.validation import validate
-from dapo_jax.config.derived import gen_batch_size
+from dapo_jax.config.derived import gen_batch_size, plays_episodes
 from dapo_jax.config.files import SHAPES
 from dapo_jax.config.places import place_of
 from dapo_jax.config.sections import Config, DataConfig, ModelConfig
@@ -89,6 +89,7 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
         "assumed": {
             "response_length": config.data.max_response_length,
             "rounds": 1,
+            "episodes": plays_episodes(config.environment),
             "prompts_sampled": gen_batch_size(config.data),
             "prompts_trained": config.data.train_batch_size,
         },

@@ -41,6 +41,7 @@ def plan_round(
     prompt_lengths: np.ndarray,
     free_bytes: float,
     limits: bool = True,
+    returns: bool = False,
 ) -> RoundPlan:
     """The round of an engine that has sampled such responses before, with responses and prompts of these lengths.
 
@@ -54,10 +55,11 @@ def plan_round(
         prompt_lengths: [Q] tokens, at most max_prompt_length.
         free_bytes: on each device, before the first call.
         limits: `Sampling.limits` of the draws.
+        returns: responses are episodes; none of these waits, and all of their tokens are the policy's.
     """
 
     def planned(responses: np.ndarray, prompts: np.ndarray) -> RoundPlan:
-        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None, limits)
+        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None, limits, returns)
 
     if not segment_length:
         return planned(response_lengths, prompt_lengths)
@@ -87,13 +89,13 @@ def _plan(
     free_bytes: float,
     max_tokens: int | None,
     limits: bool,
+    returns: bool,
 ) -> RoundPlan:
     history = LengthHistory(settings.max_response_length)
     history.add(responses.reshape(-1))
     (attend, _), samples = page_attention(settings), responses.shape[1]
-    layout = choose_layout(
-        settings, attend, cache_dtype(weights), prompts, samples, history, free_bytes, max_tokens=max_tokens
-    )
+    given = cache_dtype(weights), prompts, samples, history, free_bytes
+    layout = choose_layout(settings, attend, *given, max_tokens=max_tokens, returns=returns)
     limit = max_tokens or settings.max_response_length
     counted, work = walk_lengths(
         settings.arch,

@@ -10,6 +10,10 @@ from dapo_jax.parallel.devices import GIB
 from dapo_jax.preflight.compiled import KINDS, TEMPORARIES
 from dapo_jax.preflight.report import CLASSES, PARTS
 
+EPISODES = (
+    "Episodes are planned as responses of one turn: what the environment says counts as drawn, without its time, and "
+    "without what is computed again when a turn returns."
+)
 AMOUNTS = ("calls", "TFLOP", "GB moved", "GB sent")  # columns
 
 
@@ -27,6 +31,7 @@ def tables(report: Mapping[str, Any], *, realistic: bool = False) -> str:
         f"A step samples {assumed['prompts_sampled']} prompts once, in {_rollout(plan)}, "
         f"and trains on {assumed['prompts_trained']} in {plan['micro_batches']} "
         f"micro-batches; each response has {assumed['response_length']} tokens.",
+        *((EPISODES,) if assumed.get("episodes") else ()),  # a report may be older than they are
         "",
         *("Peak memory per device and stage, in GiB:", "", *_memory(stages, device["memory"]), ""),
         *("Work per step and device, with a lower bound on its time:", "", *_work(stages), ""),

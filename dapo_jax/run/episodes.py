@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from dapo_jax.command.tasks import given_function
+from dapo_jax.config.derived import plays_episodes
 from dapo_jax.config.sections import Config, DataConfig, EnvironmentConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.data.tokenizer import Tokenizer
@@ -101,7 +102,7 @@ def open_environments(
         InputError: the environment or the chat template does not fit.
     """
     settings = config.environment
-    if not (settings.path or settings.tools):
+    if not plays_episodes(settings):
         yield None
         return
     auto = settings.tool_format == "auto"

@@ -194,6 +194,19 @@ def of_environments(*names):
     ]
 
 
+def several(folder, arguments):
+    """Options of a run whose rows name one of two environments, which differ in their number of turns."""
+    file, count = folder / "several.jsonl", 8
+    file.write_text("".join(json.dumps(row) + "\n" for row in of_environments(*["one", "three"] * (count // 2))))
+    given = {"one": {**arguments, "turns": 1}, "three": arguments}
+    return {
+        "data.task": "files",
+        "data.train_files": (str(file),),
+        "environment.path": json.dumps(dict.fromkeys(given, f"{FILE}:Sums")),
+        "environment.arguments": json.dumps(given),
+    }
+
+
 @pytest.mark.slow
 def test_rows_name_one_of_several_environments_each_with_metrics_of_its_own(tmp_path):
     both, changes = {"sums": Sums, "desk": Desk}, {**STEPS, "trainer.test_freq": 2}

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from environments.test_episodes import config_of
+from environments.test_episodes import config_of, several
 from small_families import changes_of, with_tokenizer
 from small_run import resumed
 
@@ -24,7 +24,7 @@ ONE_STEP = {
 SAMPLED = "rollout/num_turns/mean", "rollout/score/mean", "environment/calls", "dynamic_sampling/trained_tokens"
 ALIKE = {  # settings that change the first update by rounding alone
     "a mesh": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
-    "rows": {"actor.use_dynamic_bsz": False},
+    "rows": {"actor.use_dynamic_bsz": False, "actor.ppo_micro_batch_size_per_device": 2},
     "other old log-probabilities": {"actor.old_logprob": "recompute"},
     "other workers": {"environment.num_workers": 3},
 }
@@ -69,27 +69,31 @@ def test_the_first_step_is_that_of_a_run_without(name, tmp_path, tmp_path_factor
 
 
 @pytest.mark.slow
-def test_the_experts_of_all_tokens_are_replayed(tmp_path):
-    row = first_step(tmp_path / "run", **changes_of(with_tokenizer("qwen3_moe", tmp_path)))
+@pytest.mark.long("glm4_moe")
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_the_experts_of_all_tokens_are_replayed(name, tmp_path):
+    row = first_step(tmp_path / "run", **changes_of(with_tokenizer(name, tmp_path)))
     assert_trained(row)
     assert row["router/replay_differs"] < 0.05
 
 
+SEGMENTS = {
+    "rollout.segment_length": 12,
+    f"{FILTER}.enable": True,
+    f"{FILTER}.leftover": "carry",
+    f"{FILTER}.leftover_max_staleness": 5,
+    "trainer.total_training_steps": 6,
+}
 STATE = {
     "carried": {f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 3},
     "ahead": {"trainer.rollout_ahead": 1, "trainer.rollout_devices": 4},
-    "segments": {
-        "rollout.segment_length": 12,
-        f"{FILTER}.enable": True,
-        f"{FILTER}.leftover": "carry",
-        f"{FILTER}.leftover_max_staleness": 5,
-        "trainer.total_training_steps": 6,
-    },
+    "segments": SEGMENTS,
+    "several": SEGMENTS,  # environments
 }
 
 
 @pytest.mark.slow
-@pytest.mark.long("carried")
+@pytest.mark.long("carried", "several")
 @pytest.mark.parametrize("name", STATE)
 def test_what_was_sampled_before_a_kill_keeps_its_prompts(name, tmp_path, monkeypatch):
     """Prompts that an environment has added to, and with segments episodes under way, of a model with experts."""
@@ -99,6 +103,12 @@ def test_what_was_sampled_before_a_kill_keeps_its_prompts(name, tmp_path, monkey
     changes = {**options, **ONE_STEP, **steps, **STATE[name]}
     if name == "segments":
         changes = changes_of(with_tokenizer("qwen3_moe", tmp_path), **changes)
-    resumed(tmp_path, monkeypatch, changes, killed_in=2 if name == "segments" else 3)
+    if name == "several":
+        changes |= several(tmp_path, FIRST)
+    resumed(tmp_path, monkeypatch, changes, killed_in=2 if STATE[name] is SEGMENTS else 3)
     rows = [row for row in read_metrics(tmp_path / "b") if "rollout/num_turns/max" in row]
     assert len(rows) >= 2 and rows[0]["rollout_corr/logprob_abs_diff_max"] < 1e-3
+    if name == "several":
+        names = [f"environment/{of}/num_turns" for of in ("one", "three")]  # one of them may sample nothing in a step
+        one, three = ([row[of] for row in rows if of in row] for of in names)
+        assert set(one) == {1.0} and min(three) > 1

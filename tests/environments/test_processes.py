@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from environments.test_episodes import FILE
+from environments.test_episodes import FILE, several
 from forked import COMMAND, Process, options, run_together, together
 from parallel.test_processes import ONE_STEP, assert_alike
 from ports import free_port
@@ -51,6 +51,8 @@ loop.main()
 
 def started(workdir, *, code=TRAIN, **changes):
     given = {**PLAYED, "workdir": workdir, **changes}
+    if "data.task" in changes:  # another one than that of these options
+        given = {name: value for name, value in given.items() if not name.startswith("data.arithmetic.")}
     return Process(code, options(given), {"JAX_NUM_CPU_DEVICES": "1"})
 
 
@@ -61,8 +63,12 @@ def in_two(workdir, *, codes=(TRAIN, TRAIN), **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"trainer.total_training_steps": 3}, SEGMENTED], ids=["whole", "segments"])
-def test_two_processes_play_as_one_and_a_killed_run_resumes_to_the_bit(tmp_path, changes):
+@pytest.mark.long("several")
+@pytest.mark.parametrize("name", ["whole", "segments", "several"])
+def test_two_processes_play_as_one_and_a_killed_run_resumes_to_the_bit(name, tmp_path):
+    changes = {"trainer.total_training_steps": 3} if name == "whole" else SEGMENTED
+    if name == "several":
+        changes = SEGMENTED | several(tmp_path, json.loads(PLAYED["environment.arguments"]))
     steps, after = changes["trainer.total_training_steps"], 2 if "rollout.segment_length" in changes else 1
     checkpoint = str(tmp_path / "killed" / "checkpoints" / str(after))
     killed = KILLED.format(checkpoint=checkpoint, signal=int(signal.SIGKILL))

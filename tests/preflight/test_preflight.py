@@ -47,7 +47,7 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
     report = json.loads((tmp_path / "r").read_text())
     check(report)
     assert report["device"]["name"] == "TPU v5e" and report["model"]["dtype"] == "bfloat16"
-    assert "It fits" in done.stdout and "| update |" in done.stdout
+    assert "It fits" in done.stdout and tables_module.EPISODES not in done.stdout and "| update |" in done.stdout
     assert report["step_seconds"] > 0
     # From fsdp 8 to tensor 2, then whole over fsdp: nothing is gathered by all eight. Some compilers swap one weight.
     moved = {(one["kind"], one["devices"]) for one in report["stages"]["weights"]["collectives"]}
@@ -58,11 +58,17 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
 def test_the_report_for_a_cpu(monkeypatch, capsys):
     """The command without a topology prints the tables, and the report on its own line."""
     monkeypatch.chdir(ROOT)
-    main(options({**DIVIDED, **BATCHES, "model.random.num_layers": 1}))
+    played = {"environment.path": "tests/environments/played.py:OneTurn"}
+    main(options({**DIVIDED, **BATCHES, **played, "model.random.num_layers": 1}))
     printed, _, line = capsys.readouterr().out.rstrip().rpartition("\n")
     report = json.loads(line)
     check(report)
-    assert report["step_seconds"] is None and printed == tables(report).rstrip() and "s products" in printed
+    assert (
+        tables_module.EPISODES in printed
+        and report["step_seconds"] is None
+        and printed == tables(report).rstrip()
+        and "s products" in printed
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,13 +93,16 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
 ADAPTERS = {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2}
 TEACHER = {"algorithm.distillation.path": "random", "algorithm.distillation.form": "top_k"}
 
+PLAYED = Path(__file__).parents[1] / "environments" / "played.py"
+EPISODES = {"environment.path": f"{PLAYED}:OneTurn", "environment.turn_template": "{observation}"}
+
 
 @pytest.mark.short("full")
 @pytest.mark.long("adapters", "teacher")
 @pytest.mark.parametrize(
     "changes",
-    [{}, ADAPTERS, TEACHER, {"actor.policy_loss.loss_mode": "kl_cov"}],
-    ids=["full", "adapters", "teacher", "drawn tokens"],
+    [{}, ADAPTERS, TEACHER, {"actor.policy_loss.loss_mode": "kl_cov"}, EPISODES],
+    ids=["full", "adapters", "teacher", "drawn tokens", "episodes"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
     config = small_config(tmp_path, **{**ONE_LAYER, **ONE_STEP, **changes})
