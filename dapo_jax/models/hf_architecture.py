@@ -127,7 +127,7 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     }
     names = hf.get("architectures") or []
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
-        nested = [family.nested_name for family in FAMILIES.values() if family.nested_name]
+        nested = sorted(family.nested_name for family in FAMILIES.values() if family.nested_name)
         raise InputError(
             f"architectures={names} is not supported: choose one of {sorted(known)}, or {', '.join(nested)}, of which "
             "the text part is read"

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.checkpoints import DATA, NAMES, loss, model, score, tolerance
+from models.checkpoints import DATA, NAMES, expected_logits, loss, model, score, tolerance
 
 from dapo_jax.models.layers import layer_weights
 from dapo_jax.models.remat import POLICIES
@@ -43,8 +43,7 @@ def test_logits_equal_those_of_transformers(name, layers):
     mask = reference["attention_mask"].astype(bool)
     scores = score(unstack(params, arch) if layers == "list" else params, reference["input_ids"], mask, arch)
     assert scores.dtype == jnp.float32
-    expected = np.load(DATA / name / "transformers.npz").get("exact", reference["logits"])
-    np.testing.assert_allclose(scores[mask], expected[mask], rtol=0, atol=tolerance(name))
+    np.testing.assert_allclose(scores[mask], expected_logits(DATA / name)[mask], rtol=0, atol=tolerance(name))
 
 
 @pytest.mark.short("mixed")

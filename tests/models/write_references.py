@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 DATA = Path(__file__).parent / "data"
+NESTED = DATA.with_name("nested") / "qwen3_5"
 LENGTHS, NEW, SEQUENCES = (40, 3, 21), 40, (2, 48)  # tokens of the prompts, new tokens, shape of what is differentiated
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -96,11 +97,12 @@ def _exact(torch: Any, transformers: Any, directory: Path, found: dict[str, np.n
     torch.set_default_dtype(torch.float64)
     try:
         options = {"dtype": torch.float64, "experts_implementation": "eager"}
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+        kind = transformers.AutoModelForCausalLM if found else transformers.AutoModelForImageTextToText
+        model = kind.from_pretrained(directory, **options).eval()
         for row, tokens, mask in zip(exact, reference["input_ids"], reference["attention_mask"] > 0, strict=True):
             with torch.no_grad():
                 row[mask] = model(torch.tensor(tokens[mask][None], dtype=torch.long)).logits[0].numpy()
-        gradients = _gradients(torch, model, sequences(model.config.vocab_size))
+        gradients = _gradients(torch, model, sequences(model.config.vocab_size)) if found else {}
     finally:
         torch.Tensor.to, torch.Tensor.float = to, single
         torch.set_default_dtype(torch.float32)
@@ -108,7 +110,7 @@ def _exact(torch: Any, transformers: Any, directory: Path, found: dict[str, np.n
         kind: [np.abs(found[name] - gradients[name]).max() for name in gradients if name.startswith(kind)]
         for kind in ("weight ", "lora ")
     }
-    errors = {f"error of {kind}": np.array(max(numbers)) for kind, numbers in apart.items()}
+    errors = {f"error of {kind}": np.array(max(numbers)) for kind, numbers in apart.items() if numbers}
     return {"exact": exact.astype(np.float32), **gradients, **errors}
 
 
@@ -218,6 +220,14 @@ def write_mxfp4(path: Path) -> None:
     np.savez_compressed(path, blocks=blocks, scales=scales, numbers=numbers)
 
 
+def write_nested(directory: Path) -> None:
+    """The exact logits of a model that also takes images."""
+    import torch
+    import transformers
+
+    np.savez_compressed(directory / "transformers.npz", **_exact(torch, transformers, directory, {}))
+
+
 if __name__ == "__main__":
     if not (mxfp4 := DATA.parent / "mxfp4.npz").exists():
         write_mxfp4(mxfp4)
@@ -226,3 +236,5 @@ if __name__ == "__main__":
             make(path.name)
         if not (path / "transformers.npz").exists():
             write(path)
+    if not (NESTED / "transformers.npz").exists():
+        write_nested(NESTED)
