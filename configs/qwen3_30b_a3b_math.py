@@ -3,7 +3,7 @@
     python -m dapo_jax.train --config configs/qwen3_30b_a3b_math.py
 
 Hardware: 64 devices of 95 GB on several hosts (docs/scaling.md), such as a v5p:4x4x4 slice; or 16 x H100 on two hosts
-with --config.mesh.fsdp=4. Not run.
+with --config.mesh.fsdp=4 --config.mesh.expert=1 --config.mesh.tensor=4. Not run.
 Published: AIME-2024 of 80.4 with thinking and up to 32768 tokens, before any such training (Qwen3's report,
 arXiv:2505.09388). That is where to start from, not a result of this recipe: DAPO's own numbers are of a dense model.
 
@@ -14,9 +14,10 @@ false}' turns it off.
 From DAPO's script: 512 prompts with 16 responses each from rounds of 1536 prompts, mini-batches of 32 prompts, 2048 +
 20480 tokens, and the losses. The router is trained with the policy loss alone: no auxiliary loss balances the experts.
 
-Memory: a device holds 12 bytes of parameters and moments for each of 30.5 billion parameters, shared by all. In
-sampling, mesh.tensor divides the 128 experts and the 32 heads (4 key-value heads) by 4; training has fsdp 64
-(mesh.train_tensor, docs/scaling.md), which divides each expert's 2048 inputs.
+Memory: a device holds 12 bytes of parameters and moments for each of 30.5 billion parameters, shared by all.
+mesh.expert divides the 128 experts by 4 (docs/scaling.md), in sampling too, and mesh.fsdp each expert's 2048 inputs by
+16. On H100s, whose two hosts are far apart, it brings nothing in training: there mesh.tensor divides the experts and
+the 32 heads (4 key-value heads) by 4 in sampling, and training has fsdp 16 (mesh.train_tensor).
 """
 
 from typing import Any
@@ -44,7 +45,7 @@ def get_config() -> Any:
     config.trainer.save_freq = 5
     config.trainer.save_minutes = 30.0
     config.mesh.fsdp = 16
-    config.mesh.tensor = 4
+    config.mesh.expert = 4
     config.evaluate.n = 32
     config.evaluate.top_p = 0.7
     return config

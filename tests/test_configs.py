@@ -17,7 +17,7 @@ from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import count_params, weight_table
-from dapo_jax.parallel.mesh import AXES
+from dapo_jax.parallel.mesh import WITH_EXPERT
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
 from dapo_jax.run.meshes import batch_problems
 
@@ -113,9 +113,9 @@ def test_small_recipes_share_the_quickstart_task():
 def test_models_and_micro_batches_fit_the_mesh_of_large_recipes(name):
     config, arch, num_devices = load(name), shape(LARGE[name][0]), LARGE[name][1]
     assert f"Hardware: {num_devices} devices" in docstring(ROOT / "configs" / f"{name}.py")
-    fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
-    assert config.mesh.data == -1 and num_devices % (fsdp * tensor) == 0
-    mesh = AbstractMesh((num_devices // (fsdp * tensor), fsdp, tensor), AXES)
+    fsdp, expert, tensor = config.mesh.fsdp, config.mesh.expert, config.mesh.tensor
+    assert config.mesh.data == -1 and num_devices % (fsdp * expert * tensor) == 0
+    mesh = AbstractMesh((num_devices // (fsdp * expert * tensor), fsdp, expert, tensor), WITH_EXPERT)
     for rules in (TRAIN_RULES, DECODE_RULES):
         assert indivisible_weights(weight_table(arch), dict(mesh.shape), rules) == []
     assert batch_problems(trained(config), config.data.train_batch_size, mesh) == []

@@ -87,3 +87,22 @@ def test_the_mesh_changes_no_policy(name, tmp_path):
     assert_same_policy(found[8], jax.device_get(found[2].actor.params), tolerance=1e-4)
     alone, divided = (read_metrics(tmp_path / folder) for folder in ("8", "2"))
     assert [row["response_length/mean"] for row in alone] == [row["response_length/mean"] for row in divided]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.full)], ids=["whole", "adapters"])
+def test_devices_that_exchange_tokens_train_the_same_policy(lora, model, tmp_path):
+    """Eight devices with copies of all experts, and eight that divide them."""
+    changes, found = changes_of(model, **LENGTHS, **DAMPED, **{"seed": 1}), {}
+    if lora:
+        changes |= {"model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}
+    meshes = {"data": {"mesh.data": 8}, "expert": {"mesh.expert": 2, "mesh.fsdp": 4}}
+    for name, mesh in meshes.items():
+        found[name] = train(small_config(tmp_path / name, **changes, **mesh))
+    gate = found["expert"].actor.params["layers"].get("expert_gate")
+    assert lora or gate.sharding.spec[1:3] == (("expert", "tensor"), "fsdp")
+    assert_same_policy(found["expert"], jax.device_get(found["data"].actor.params), tolerance=1e-4)
+    alone, divided = (read_metrics(tmp_path / name) for name in meshes)
+    for key in ("response_length/mean", "critic/score/mean", "router/max_load"):
+        assert [row[key] for row in alone] == pytest.approx([row[key] for row in divided], rel=1e-5)
+    assert divided[-1]["rollout_corr/logprob_abs_diff_max"] < 1e-3 and divided[-1]["router/replay_differs"] < 0.1

@@ -1,9 +1,11 @@
 """The mesh that trains and the mesh that samples, on the same devices."""
 
+import dataclasses
 import re
 
 import jax
 import pytest
+import small_experts
 from shapes import ARCH
 from small_policy import actor_on
 from small_run import DAMPED, assert_same_policy, load_config, rows_without_clock, small_config
@@ -59,6 +61,19 @@ def test_what_does_not_fit_is_refused_with_values_that_do():
         for option, values in proposed:
             for value in re.findall(r"\d+", values):
                 shapes(**{**changes, option: int(value)})
+
+
+def test_an_axis_of_experts_divides_experts_in_training_and_sampling():
+    config = small_config("unused", **{"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, "rollout.n": 8})
+    with pytest.raises(ValueError, match="mesh.expert=2 divides experts, but model.path has none: set it to 1"):
+        make_meshes(config, ARCH)
+    arch = small_experts.ARCH  # 6 experts
+    with pytest.raises(ValueError, match="mesh.expert=2 x mesh.tensor=2 must divide the expert dimension .* 6: set"):
+        make_meshes(config, arch)
+    arch = dataclasses.replace(arch, experts=dataclasses.replace(arch.experts, number=8))
+    training, sampling = make_meshes(config, arch)
+    assert dict(sampling.shape) == {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}
+    assert dict(training.shape) == {"data": 1, "fsdp": 4, "expert": 2, "tensor": 1}
 
 
 def test_groups_along_tensor_stay_where_they_were():

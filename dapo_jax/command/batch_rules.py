@@ -12,6 +12,7 @@ from dapo_jax.config.sections import (
     DataConfig,
     EnvironmentConfig,
     FilterGroupsConfig,
+    MeshConfig,
     OverlongBufferConfig,
     RolloutConfig,
 )
@@ -97,8 +98,13 @@ def segment_problems(
         )
 
 
-def ahead_problems(algorithm: AlgorithmConfig, actor: ActorConfig) -> Iterator[str]:
+def ahead_problems(algorithm: AlgorithmConfig, actor: ActorConfig, mesh: MeshConfig) -> Iterator[str]:
     """What does not go with trainer.rollout_ahead."""
+    if mesh.expert > 1:
+        yield (
+            f"mesh.expert={mesh.expert} cannot be combined with trainer.rollout_ahead=1, whose weights go from device "
+            "to device: set mesh.expert=1"
+        )
     if algorithm.use_kl_in_reward:
         yield (
             "trainer.rollout_ahead=1 cannot be combined with algorithm.use_kl_in_reward=True, whose reference policy "

@@ -126,7 +126,7 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     yield from batch_rules.segment_problems(rollout, algorithm.filter_groups, actor, data)
     yield from _trainer_problems(trainer, config.monitor)
     if trainer.rollout_ahead:
-        yield from batch_rules.ahead_problems(algorithm, actor)
+        yield from batch_rules.ahead_problems(algorithm, actor, config.mesh)
     yield from algorithm_rules.loss_problems(actor, algorithm)
     yield from algorithm_rules.estimator_problems(algorithm, estimator, rollout, function)
     if needs(estimator, "reward_parts"):

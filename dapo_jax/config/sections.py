@@ -619,7 +619,8 @@ class MeshConfig:
 
     data: Axis = -1  # copies of the parameters; -1 = what the other axes leave
     fsdp: Positive[int] = 1  # shards of parameters and optimizer state, and of rows
-    tensor: Positive[int] = 1  # shards of heads, feed-forward and vocabulary
+    expert: Positive[int] = 1  # shards of experts, and of rows and other parameters as fsdp; devices exchange tokens
+    tensor: Positive[int] = 1  # shards of heads, feed-forward, experts and vocabulary
     train_tensor: NotNegative[int] = 0  # tensor in training, where fsdp takes the rest; 0 = the least that fits
 
 

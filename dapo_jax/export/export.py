@@ -87,7 +87,7 @@ def export(
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config.model)
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, expert=config.mesh.expert)
     check_weights(arch, mesh)
     params, saved = trained_params(Trained(config, directory, step), arch, mesh)
     card = model_card(flat(config), step, adapter=adapter) if is_first() else None

@@ -89,11 +89,11 @@ def _batch_sizes(
 ) -> dict[str, Any]:
     """All devices share the parameters, as far as they divide them, and each has rows of a mini-batch."""
     devices = jax.device_count()
-    others = mesh.tensor * max(mesh.data, 1)
+    others = mesh.expert * mesh.tensor * max(mesh.data, 1)
     fsdp = 1
     if devices % others == 0 and not trainer.rollout_ahead:
-        table, tensor = weight_table(arch), mesh.tensor
-        shapes = [{"data": 1, "fsdp": size, "tensor": tensor} for size in divisors(devices // others)]
+        table, fixed = weight_table(arch), {"expert": mesh.expert, "tensor": mesh.tensor}
+        shapes = [{"data": 1, "fsdp": size, **fixed} for size in divisors(devices // others)]
         fitting = [
             one["fsdp"] for one in shapes if not any(indivisible(table, one, r) for r in (TRAIN_RULES, DECODE_RULES))
         ]

@@ -5,6 +5,7 @@ Sizes: B rows, T tokens, D hidden, F hidden of an expert, E experts, k of them c
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Experts
 from dapo_jax.models.attention import matmul
+from dapo_jax.models.expert_exchange import AXIS, exchanged, sorted_choices
 from dapo_jax.models.grouped_products import grouped_product
-from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.mesh import BATCH_AXES, EXPERT_AXES
 
 
 @struct.dataclass
@@ -42,9 +44,9 @@ def expert_feed_forward(
 ) -> tuple[jax.Array, Routing]:
     """[B, T, D] float32: down(silu(gate(x)) * up(x)) of each token's experts, summed by their scores.
 
-    Under the mesh of `jax.set_mesh`, rows are sharded over ("data", "fsdp") and experts over "tensor": each device
-    computes what its tokens want of its experts. Inside a shard_map over some of these axes, the others shard its
-    local arrays. No token is dropped.
+    Under the mesh of `jax.set_mesh`, rows are sharded over ("data", "fsdp", "expert") and experts over ("expert",
+    "tensor"): each device computes what its tokens, and those of the devices along "expert", want of its experts.
+    Inside a shard_map over some of these axes, the others shard its local arrays. No token is dropped.
 
     Args:
         x: [B, T, D] float32.
@@ -53,7 +55,7 @@ def expert_feed_forward(
         bias: [E] float32, added to the scores by which experts are chosen, and not to their weights. It has no
             gradient.
         logit_bias: [E] float32, added to the router's logits; it has one.
-        biases: none, or of gate and up [E, F], rounded as their weights are, and of down [E, D]; all float32.
+        biases: none, or of gate and up [E, F] and of down [E, D], float32, rounded as their weights are.
         replayed: [B, T, k] int, experts to use instead of this router's choice, with this router's scores.
             A token with a negative one takes its own choice.
     """
@@ -63,11 +65,13 @@ def expert_feed_forward(
     if not axes:
         return compute(x, replayed, router, bias, logit_bias, biases, gate, up, down)
     rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes))
-    share, parts, whole = PartitionSpec("tensor"), PartitionSpec("tensor", *rows), PartitionSpec()
+    shares = tuple(axis for axis in EXPERT_AXES if axis in axes)
+    share, parts, whole = PartitionSpec(shares), PartitionSpec("tensor", *rows), PartitionSpec()
+    shards = math.prod(mesh.shape[axis] for axis in shares) if AXIS in axes else 0
 
     def of_share(*arrays: Any) -> tuple[jax.Array, Routing]:
-        first = jax.lax.axis_index("tensor") * arrays[-1].shape[0]
-        result, routing = compute(*arrays, first_expert=first)
+        first = jax.lax.axis_index(shares) * arrays[-1].shape[0]
+        result, routing = compute(*arrays, first_expert=first, shards=shards)
         return result[None], routing
 
     result, routing = jax.shard_map(
@@ -94,23 +98,42 @@ def _on_device(
     *,
     experts: Experts,
     first_expert: jax.Array | int = 0,
+    shards: int = 0,
 ) -> tuple[jax.Array, Routing]:
-    """`expert_feed_forward` on one device, of the experts from `first_expert` on whose weights it has."""
+    """`expert_feed_forward` on one device, of the experts from `first_expert` on whose weights it has.
+
+    Args:
+        shards: devices that share all experts, if "expert" divides them; else 0.
+    """
     weights, routing = _route(x, router, bias, logit_bias, replayed, experts)
-    order, places, sizes = _sorted(routing.chosen - first_expert, len(gate))
-    rows = _rows_of_choices(x.reshape(-1, x.shape[-1]), order, places)
+    tokens, matrices = x.reshape(-1, x.shape[-1]), (gate, up, down, *biases)
+    of_rows = functools.partial(_of_rows, experts)
+    if shards:
+        chosen, weights = (one.reshape(len(tokens), -1) for one in (routing.chosen, weights))
+        result: Any = exchanged(of_rows, shards, tokens, weights, chosen, first_expert, matrices)
+        return result.reshape(x.shape), routing
+    order, places, sizes = sorted_choices(routing.chosen - first_expert, len(gate))
+    rows = _rows_of_choices(tokens, order, places)
+    of_choices = _rows_of_choices(weights.reshape(-1, 1), order, places.reshape(-1, 1))[:, 0]
+    return _sums_of_choices(of_rows(rows, of_choices, matrices, sizes), order, places).reshape(x.shape), routing
+
+
+def _of_rows(
+    experts: Experts, rows: jax.Array, weights: jax.Array, matrices: tuple[jax.Array, ...], sizes: jax.Array
+) -> jax.Array:
+    """[M, D] float32 of rows [M, D] sorted by expert and of their weights [M], of experts with `sizes` rows each.
+
+    Args:
+        matrices: gate, up and down of each expert, and their biases if they have some.
+    """
+    gate, up, down, *biases = matrices
     gated, upward = grouped_product(rows, gate, sizes), grouped_product(rows, up, sizes)
-    if biases:
-        of_gate, of_up = (bias.astype(gate.dtype) for bias in biases[:2])
-        gated, upward = gated + _of_groups(of_gate, sizes, len(rows)), upward + _of_groups(of_up, sizes, len(rows))
-    hidden = _gated(gated, upward, experts)
+    added = [_of_groups(one.astype(gate.dtype), sizes, len(rows)) for one in biases]
+    if added:
+        gated, upward = gated + added[0], upward + added[1]
     # Weighted before the last product, whose result is then not needed in the backward pass.
-    hidden = hidden * _rows_of_choices(weights.reshape(-1, 1), order, places.reshape(-1, 1))
-    result = _sums_of_choices(grouped_product(hidden, down, sizes), order, places).reshape(x.shape)
-    if biases:
-        is_own = routing.chosen[..., None] - first_expert == jnp.arange(len(down))
-        result = result + matmul("bte,ed->btd", jnp.sum(weights[..., None] * is_own, axis=2), biases[2])
-    return result, routing
+    result = grouped_product(_gated(gated, upward, experts) * weights[:, None], down, sizes)
+    return result + added[2] * weights[:, None] if added else result
 
 
 def _gated(gate: jax.Array, up: jax.Array, experts: Experts) -> jax.Array:
@@ -155,19 +178,6 @@ def _route(
 def _is_expert(chosen: jax.Array, probabilities: jax.Array) -> jax.Array:
     """[B, T, k, E] bool, True at each choice. To pick by it is faster on TPUs than to gather and scatter numbers."""
     return chosen[..., None] == jnp.arange(probabilities.shape[-1])
-
-
-def _sorted(chosen: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choices [B, T, k] by expert, those of no expert from 0 to `num_experts` at the end.
-
-    Returns:
-        the choice [S * k] of each sorted row, the sorted row [S, k] of each choice, and each expert's rows.
-    """
-    choices = chosen.reshape(-1)
-    choices = jnp.where((choices >= 0) & (choices < num_experts), choices, num_experts)
-    order = jnp.argsort(choices)
-    sizes = jnp.sum(choices[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
-    return order, jnp.argsort(order).reshape(-1, chosen.shape[-1]), sizes
 
 
 @jax.custom_vjp

@@ -40,7 +40,7 @@ def kernels(device: Any, max_response_length: int) -> tuple[str, ...]:
 def bin_attention(name: str, device: Any, *, share_prompts: bool = True, windows: bool = False) -> BinAttention:
     """xla, cudnn, triton or splash. Padding affects no real token and no gradient of one.
 
-    Under the mesh of `jax.set_mesh`, bins are sharded over ("data", "fsdp") and heads over "tensor", which must divide
+    Under the mesh of `jax.set_mesh`, bins are sharded over the batch axes and heads over "tensor", which must divide
     N and K. Inside a shard_map over some of these axes (with check_vma=False), the other axes shard its local arrays.
 
     Args:

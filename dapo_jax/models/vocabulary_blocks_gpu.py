@@ -18,6 +18,7 @@ from dapo_jax.models.layers import Params
 from dapo_jax.models.transformer import head_table
 from dapo_jax.models.vocabulary_blocks import BLOCK, BlockSums
 from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.sharding import on_mesh
 
 ROWS, INNER = 128, 64  # of a tile; hidden sizes are multiples of INNER
 LEAST_ROWS = 16  # of an operand of a product in Triton
@@ -37,8 +38,8 @@ def block_sums(
     table = head_table(params)
     first = jnp.arange(len(table) // BLOCK, dtype=jnp.int32) * BLOCK
     local = functools.partial(_product, arch=arch, interpret=interpret)
-    in_specs = TABLE, TABLE, BATCH, PartitionSpec()
-    of_shards = jax.shard_map(local, in_specs=in_specs, out_specs=SCORES, check_vma=False)
+    in_specs = on_mesh((TABLE, TABLE, BATCH, PartitionSpec()))
+    of_shards = jax.shard_map(local, in_specs=in_specs, out_specs=on_mesh(SCORES), check_vma=False)
     return of_shards(table, first, hidden.astype(table.dtype), jnp.reshape(temperature, 1))
 
 

@@ -190,7 +190,7 @@ def _experts(arch: Architecture, experts: Experts) -> list[Weight]:
         table.append(_layer(arch, "router_bias", (E,), ("router",), hf_name, (E,), "zeros"))
     matrices = []
     for name, inputs, outputs in (("gate", D, F), ("up", D, F), ("down", F, D)):
-        axes = ("expert", "embed", "expert_mlp") if name != "down" else ("expert", "expert_mlp", "embed")
+        axes = ("expert", "expert_embed", "expert_mlp") if name != "down" else ("expert", "expert_mlp", "expert_embed")
         hf_name = f"mlp.experts.{{expert}}.{name}_proj.weight"
         shape, hf_shape = (E, inputs, outputs), (outputs, inputs)
         matrices.append(_layer(arch, f"expert_{name}", shape, axes, hf_name, hf_shape, transposed=True))

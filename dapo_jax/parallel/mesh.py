@@ -1,6 +1,11 @@
-"""Device: the meshes ("data", "fsdp", "tensor") over which the functions of a run are sharded."""
+"""Device: the meshes ("data", "fsdp", "tensor") over which the functions of a run are sharded.
 
-from collections.abc import Sequence
+With mesh.expert there is a fourth axis, "expert", before "tensor": one more for rows and parameters, but for the
+parameters of experts, which it divides by expert.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +15,9 @@ from jax.sharding import AxisType, Mesh
 from dapo_jax.errors import InputError, divisors, nearest
 
 AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")  # for rows of prompts, responses and training batches
+WITH_EXPERT = ("data", "fsdp", "expert", "tensor")  # of a mesh whose "expert" is more than 1
+BATCH_AXES = ("data", "fsdp", "expert")  # for rows of prompts, responses and training batches
+EXPERT_AXES = ("expert", "tensor")  # for experts
 
 
 class Meshes(NamedTuple):
@@ -21,29 +28,39 @@ class Meshes(NamedTuple):
 
 
 def make_mesh(
-    data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None, *, in_order: bool = False
+    data: int,
+    fsdp: int,
+    tensor: int,
+    devices: Sequence[Any] | None = None,
+    *,
+    expert: int = 1,
+    in_order: bool = False,
 ) -> Mesh:
     """A mesh over all devices, or over those given. `data=-1` takes the devices that the other axes leave.
 
     Args:
+        expert: 1 = without this axis.
         in_order: keep the order of `devices` instead of arranging them by their links; for a part of a slice.
 
     Raises:
         InputError: the product of the axes is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    if data == -1 and len(devices) % (fsdp * tensor) == 0:
-        data = len(devices) // (fsdp * tensor)
-    if data * fsdp * tensor != len(devices):
-        raise InputError(_misfit(data, fsdp, tensor, devices))
+    others = fsdp * expert * tensor
+    if data == -1 and len(devices) % others == 0:
+        data = len(devices) // others
+    if data * others != len(devices):
+        raise InputError(_misfit(data, fsdp, expert, tensor, devices))
+    axes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
     if in_order and devices is not None:
-        return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return _laid_out(np.array(devices), axes)
+    shape, names = _present(axes)
     try:
-        return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+        return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
     except NotImplementedError as error:  # the sides of the slice do not multiply to the axes
+        given = ", ".join(f"mesh.{name}={size}" for name, size in zip(names, shape, strict=True))
         raise InputError(
-            f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor} cannot be laid out on this slice: choose axes "
-            f"that are products of its sides ({error})"
+            f"{given} cannot be laid out on this slice: choose axes that are products of its sides ({error})"
         ) from error
 
 
@@ -52,28 +69,42 @@ def with_tensor(mesh: Mesh, tensor: int) -> Mesh:
 
     If `tensor` divides the old size, each group along "tensor" is a part of an old one, and so stays within its host.
     """
-    shape = mesh.shape["data"], mesh.shape["fsdp"] * mesh.shape["tensor"] // tensor, tensor
-    return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types)
+    fsdp = mesh.shape["fsdp"] * mesh.shape["tensor"] // tensor
+    return _laid_out(mesh.devices, {**mesh.shape, "fsdp": fsdp, "tensor": tensor})
 
 
-def _misfit(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> str:
+def _laid_out(devices: np.ndarray, axes: Mapping[str, int]) -> Mesh:
+    """A mesh of the devices in their order."""
+    shape, names = _present(axes)
+    return Mesh(devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _present(axes: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The sizes and the names of the axes that a mesh has."""
+    names = WITH_EXPERT if axes.get("expert", 1) > 1 else AXES
+    return tuple(axes[name] for name in names), names
+
+
+def _misfit(data: int, fsdp: int, expert: int, tensor: int, devices: Sequence[Any]) -> str:
     """The message for axes whose product is not the number of devices, with values that fit."""
-    count, platform = len(devices), devices[0].platform
+    count, platform, fixed = len(devices), devices[0].platform, expert * tensor
     here = f"{count} ({platform})"
+    names = [f"mesh.fsdp={fsdp}", *[f"mesh.expert={expert}"] * (expert > 1), f"mesh.tensor={tensor}"]
     if data == -1:
-        message = f"mesh.fsdp={fsdp} x mesh.tensor={tensor} must divide the number of devices, {here}"
+        message = f"{' x '.join(names)} must divide the number of devices, {here}"
     else:
-        message = f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must be the number of devices, {here}"
+        message = f"{' x '.join([f'mesh.data={data}', *names])} must be the number of devices, {here}"
     cures = []
-    if data != -1 and count % (fsdp * tensor) == 0:
+    if data != -1 and count % (fsdp * fixed) == 0:
         cures.append("mesh.data=-1")
-    elif count % tensor == 0:
-        cures.append(f"{'' if data == -1 else 'mesh.data=-1 and '}mesh.fsdp={nearest(divisors(count // tensor), fsdp)}")
+    elif count % fixed == 0:
+        cures.append(f"{'' if data == -1 else 'mesh.data=-1 and '}mesh.fsdp={nearest(divisors(count // fixed), fsdp)}")
     else:
+        others = "mesh.fsdp=1, mesh.expert=1" if expert > 1 else "mesh.fsdp=1"
         cures.append(
-            f"{'' if data == -1 else 'mesh.data=-1, '}mesh.fsdp=1 and mesh.tensor={nearest(divisors(count), tensor)}"
+            f"{'' if data == -1 else 'mesh.data=-1, '}{others} and mesh.tensor={nearest(divisors(count), tensor)}"
         )
-    wanted = abs(data) * fsdp * tensor
+    wanted = abs(data) * fsdp * fixed
     if platform == "cpu" and wanted > count:
         cures.append(f"JAX_NUM_CPU_DEVICES={wanted} in the environment, to try it on a CPU")
     return f"{message}: set {', or '.join(cures)}"
@@ -107,7 +138,7 @@ def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
 
 def num_batch_shards(mesh: Mesh) -> int:
     """The number of devices over which rows are divided."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.shape)
 
 
 def platform(mesh: Mesh) -> str:

@@ -12,29 +12,31 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.errors import InputError, divisors, nearest
-from dapo_jax.parallel.mesh import BATCH_AXES, num_batch_shards
+from dapo_jax.parallel.mesh import BATCH_AXES, EXPERT_AXES, num_batch_shards
 from dapo_jax.parallel.ordered_sums import rows_of
 from dapo_jax.parallel.processes import waiting
 
-Rules = dict[str, str | None]
+Rules = Mapping[str, tuple[str, ...]]  # of each logical axis, the mesh axes that divide it, where the mesh has them
 
 TRAIN_RULES: Rules = {
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "mlp": "tensor",
-    "expert": "tensor",
-    "expert_mlp": None,
-    "channels": None,  # heads of queries, keys and values together, which one convolution takes
-    "router": None,
-    "norm": None,
-    "rank": None,
-    "layers": None,
+    "vocab": ("tensor",),
+    "embed": ("fsdp", "expert"),
+    "expert_embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "expert": EXPERT_AXES,
+    "expert_mlp": (),
+    "channels": (),  # heads of queries, keys and values together, which one convolution takes
+    "router": (),
+    "norm": (),
+    "rank": (),
+    "layers": (),
 }
-# For decoding, weights are split over tensor only: every shard of the rows has a whole copy.
-DECODE_RULES: Rules = {**TRAIN_RULES, "embed": None}
+# For decoding, weights are split over tensor only, and those of experts over expert: every shard of the rows has a
+# whole copy of the others.
+DECODE_RULES: Rules = {**TRAIN_RULES, "embed": (), "expert_embed": ()}
 
 
 class LogicalWeight(Protocol):
@@ -50,11 +52,33 @@ class LogicalWeight(Protocol):
 
 def weight_sharding(weight: LogicalWeight, mesh: Mesh, rules: Rules) -> NamedSharding:
     """The sharding of one weight under `rules`."""
-    return NamedSharding(mesh, _spec(weight.axes, rules))
+    return NamedSharding(mesh, _spec(weight.axes, rules, mesh.axis_names))
 
 
-def _spec(axes: Sequence[str], rules: Rules) -> PartitionSpec:
+def _spec(axes: Sequence[str], rules: Rules, names: Sequence[str]) -> PartitionSpec:
+    """The sharding of an array with these logical axes, over a mesh with these names of axes."""
+    return _within(_logical(axes, rules), names)
+
+
+def _logical(axes: Sequence[str], rules: Rules) -> PartitionSpec:
     return PartitionSpec(*(rules[axis] for axis in axes))
+
+
+def _within(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
+    """`spec` without mesh axes that are not among `names`."""
+
+    def left(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        given = axes if isinstance(axes, tuple) else (axes,)
+        found = tuple(name for name in given if name is not None and name in names)
+        return None if not found else found[0] if len(found) == 1 else found
+
+    return PartitionSpec(*map(left, spec))
+
+
+def on_mesh(specs: Any) -> Any:
+    """Inside jit: `specs` without axes that the mesh of `jax.set_mesh` lacks, as a shard_map takes them."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return jax.tree.map(lambda spec: _within(spec, names), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarray], jax.Array]:
@@ -67,40 +91,43 @@ def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarra
 
 
 class Indivisible(NamedTuple):
-    """A dimension that its mesh axis does not divide."""
+    """A dimension that its mesh axes do not divide."""
 
-    axis: str  # of the mesh
+    axes: tuple[str, ...]  # of the mesh
     dimension: str  # such as "the embed dimension of layers.query, 48"
-    common: int  # the largest divisor of all dimensions along the axis
+    common: int  # the largest divisor of all dimensions along the axes
 
 
 def indivisible(table: Sequence[LogicalWeight], mesh_shape: Mapping[str, int], rules: Rules) -> list[Indivisible]:
-    """The first of each kind of dimension that its mesh axis does not divide."""
-    common: dict[str, int] = {}
-    found: dict[tuple[str, str], str] = {}
+    """The first of each kind of dimension that its mesh axes do not divide."""
+    common: dict[tuple[str, ...], int] = {}
+    found: dict[tuple[str, tuple[str, ...]], str] = {}
     for weight in table:
         for size, axis in zip(weight.shape, weight.axes, strict=True):
-            mesh_axis = rules[axis]
-            if mesh_axis is None:
+            axes = tuple(name for name in rules[axis] if name in mesh_shape)
+            if not axes:
                 continue
-            common[mesh_axis] = math.gcd(common.get(mesh_axis, 0), size)
-            if size % mesh_shape[mesh_axis]:
-                found.setdefault((axis, mesh_axis), f"the {axis} dimension of {'.'.join(weight.path)}, {size}")
-    return [Indivisible(axis, dimension, common[axis]) for (_, axis), dimension in found.items()]
+            common[axes] = math.gcd(common.get(axes, 0), size)
+            if size % math.prod(mesh_shape[name] for name in axes):
+                found.setdefault((axis, axes), f"the {axis} dimension of {'.'.join(weight.path)}, {size}")
+    return [Indivisible(axes, dimension, common[axes]) for (_, axes), dimension in found.items()]
 
 
 def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: Mapping[str, int], rules: Rules) -> list[str]:
-    """One line per dimension that its mesh axis does not divide, with the fix."""
-    return [
-        f"mesh.{axis}={mesh_shape[axis]} must divide {dimension}: set mesh.{axis}="
-        f"{nearest(divisors(common), mesh_shape[axis])}"
-        for axis, dimension, common in indivisible(table, mesh_shape, rules)
-    ]
+    """One line per dimension that its mesh axes do not divide, with the fix."""
+    lines = []
+    for axes, dimension, common in indivisible(table, mesh_shape, rules):
+        *others, last = (mesh_shape[axis] for axis in axes)
+        fitting = [one for one in divisors(common) if common % (one * math.prod(others)) == 0]
+        names = " x ".join(f"mesh.{axis}={mesh_shape[axis]}" for axis in axes)
+        cure = f"set mesh.{axes[-1]}={nearest(fitting, last)}" if fitting else f"lower mesh.{axes[0]}"
+        lines.append(f"{names} must divide {dimension}: {cure}")
+    return lines
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The first dimension over the data and fsdp axes, the others whole."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    """The first dimension over the batch axes, the others whole."""
+    return NamedSharding(mesh, _within(PartitionSpec(BATCH_AXES), mesh.axis_names))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -117,11 +144,8 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if mesh.empty:
         return x
 
-    def left(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-        names = axes if isinstance(axes, tuple) else (axes,)
-        return tuple(name for name in names if name is not None and name not in mesh.manual_axes)
-
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(left, spec)))
+    left = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    return jax.lax.with_sharding_constraint(x, _within(spec, left))
 
 
 def shards_left() -> int:
@@ -227,12 +251,12 @@ def gather_weight(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     Args:
         axes: logical axis of each dimension.
     """
-    return constrain(x, _spec(axes, DECODE_RULES))
+    return constrain(x, _logical(axes, DECODE_RULES))
 
 
 gather_weight.defvjp(
     lambda x, axes: (gather_weight(x, axes), None),
-    lambda axes, _, gradient: (constrain(gradient, _spec(axes, TRAIN_RULES)),),
+    lambda axes, _, gradient: (constrain(gradient, _logical(axes, TRAIN_RULES)),),
 )
 
 

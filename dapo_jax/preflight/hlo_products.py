@@ -15,6 +15,7 @@ CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
 PAGED = re.compile(r"paged_attention(_of_runs)?/pallas_call")
 BLOCK_SUMS = "block_sums/pallas_call"
+GROUPED = re.compile(r"grouped_(outer_)?products\b")
 FLOATS = ("bf16", "f16", "f32")
 
 
@@ -59,6 +60,9 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pa
     if BLOCK_SUMS in instruction.attributes:
         table, hidden = (shape for shape in operands if len(shape.sizes) == 2)
         return 2.0 * math.prod(table.sizes) * hidden.sizes[0]
+    if "triton" in instruction.target and GROUPED.search(instruction.attributes):
+        rows, inner = operands[0].sizes
+        return 2.0 * rows * inner * instruction.shapes[0].sizes[-1]
     if splash := SPLASH.match(instruction.name):
         query = next(shape for shape in operands if len(shape.sizes) >= 3 and shape.kind in FLOATS)
         return _attention(PRODUCTS[splash[1]], query, pairs)

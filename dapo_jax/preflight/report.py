@@ -60,7 +60,7 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
             "the devices that train, or those that sample"
         )
     arch, axes = read_shape(config.model), config.mesh
-    meshes = make_meshes(config, arch, devices_of(topology, max(axes.data, 1) * axes.fsdp * axes.tensor))
+    meshes = make_meshes(config, arch, devices_of(topology, max(axes.data, 1) * axes.fsdp * axes.expert * axes.tensor))
     mesh = meshes.training
     limits = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name)
     memory = usable_memory(config.trainer.gpu_memory_fraction, mesh, limits)

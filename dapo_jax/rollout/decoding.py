@@ -18,7 +18,7 @@ from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks import BlockSums, block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
-from dapo_jax.parallel.sharding import constrain
+from dapo_jax.parallel.sharding import constrain, on_mesh
 from dapo_jax.rollout.sampling import Sampling, keys_of, sample, sample_of_blocks
 
 PART = 64  # of the slots: rows that may end before a chunk does, if it ends early ...
@@ -224,8 +224,8 @@ def _scan_until(enough: Callable, step: Callable, carry: Any, length: int) -> tu
 
 def taken(x: jax.Array, places: jax.Array) -> jax.Array:
     """Elements of `x` [B, ...] at `places` [b] among each shard's own; any for a negative place."""
-    spec = HEADS if x.ndim > 1 else ROWS
-    return jax.shard_map(lambda x, places: x[jnp.maximum(places, 0)], in_specs=(spec, ROWS), out_specs=spec)(x, places)
+    spec, rows = on_mesh((HEADS if x.ndim > 1 else ROWS, ROWS))
+    return jax.shard_map(lambda x, places: x[jnp.maximum(places, 0)], in_specs=(spec, rows), out_specs=spec)(x, places)
 
 
 def states_at(rows: Any, prompts: Any, begins: jax.Array, places: jax.Array) -> Any:
@@ -244,7 +244,7 @@ def laid_out(tree: Any) -> Any:
 
 def put_first(x: jax.Array, new: jax.Array) -> jax.Array:
     """`x` [B] whose first elements on each shard are those of `new` [b]."""
-    spec = HEADS if x.ndim > 1 else ROWS
+    spec = on_mesh(HEADS if x.ndim > 1 else ROWS)
     return jax.shard_map(lambda x, new: x.at[: len(new)].set(new), in_specs=(spec, spec), out_specs=spec)(x, new)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from dapo_jax.models.architecture import Architecture, Layer
 from dapo_jax.models.gated_delta import State, empty_state, next_token
 from dapo_jax.models.paged_attention import AttendPages, Reads, Runs
-from dapo_jax.parallel.sharding import constrain
+from dapo_jax.parallel.sharding import constrain, on_mesh
 from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, put_first, states_at, taken
 
 
@@ -64,7 +64,8 @@ class Pages:
         if plan.runs is not None:
             ends_of_prompts = jnp.where(plan.numbers < 0, 0, cached + starts)
             runs = Runs(plan.runs.firsts, plan.runs.lengths, ends_of_prompts)
-        spec = HEADS, HEADS, HEADS, PartitionSpec(), ROWS, PartitionSpec("tensor")
+        heads, rows = on_mesh((HEADS, ROWS))
+        spec = heads, heads, heads, PartitionSpec(), rows, PartitionSpec("tensor")
 
         def attend(moment: Any, kind: Layer, layer: Any, *given: Any) -> Any:
             held, tail = layer
@@ -81,7 +82,7 @@ class Pages:
                 first = jnp.maximum(starts, ends + index - kind.window + 1) - before
                 reads = Reads(plan.windows.table, first, ends - before)
             of_kind = functools.partial(self.attend, window=kind.window, cap=arch.attention_cap)
-            of_shard = jax.shard_map(of_kind, in_specs=spec, out_specs=HEADS, check_vma=False)
+            of_shard = jax.shard_map(of_kind, in_specs=spec, out_specs=heads, check_vma=False)
             return of_shard(query[:, 0], held, tail, index, reads, sink)[:, None], (held, tail)
 
         def after(kind: Layer, held: Any, tail: Any) -> Any:
@@ -148,5 +149,6 @@ def _put(held: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
         places = jnp.where(places > 0, places, outside)
         return held.at[places].set(pages, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
-    spread = jax.shard_map(local, in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS)
+    heads, rows = on_mesh((HEADS, ROWS))
+    spread = jax.shard_map(local, in_specs=(heads, heads, rows), out_specs=heads)
     return spread(held, pages, places)

@@ -13,7 +13,7 @@ from dapo_jax.models import paged_attention_gpu
 from dapo_jax.models.paged_attention import AttendPages
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks_gpu import INNER, block_sums
-from dapo_jax.parallel.sharding import batch_sharding, replicated
+from dapo_jax.parallel.sharding import batch_sharding, on_mesh, replicated
 from dapo_jax.rollout.decoding import HEADS, ROWS, FirstDraws, Held, Plan, decode, prefill
 from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, Shape, cache_dtype
 from dapo_jax.rollout.pages import empty_pages
@@ -72,7 +72,8 @@ class Calls:
         mesh, make = self.settings.mesh, self.empty(shape)
         with jax.set_mesh(mesh):
             made = jax.eval_shape(make)
-        return jax.tree.map(lambda x: shaped(x, NamedSharding(mesh, HEADS if x.ndim > 1 else ROWS)), made)
+            heads, rows = on_mesh((HEADS, ROWS))
+        return jax.tree.map(lambda x: shaped(x, NamedSharding(mesh, heads if x.ndim > 1 else rows)), made)
 
     def lower_empty(self) -> jax.stages.Lowered:
         """Of `empty`."""

@@ -14,6 +14,7 @@ from flax import struct
 from dapo_jax.models.architecture import Architecture, Layer
 from dapo_jax.models.attention import capped, matmul, softmax
 from dapo_jax.models.gated_delta import State, empty_state, next_token
+from dapo_jax.parallel.sharding import on_mesh
 from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, states_at, taken
 
 
@@ -34,8 +35,9 @@ class Stretches:
 
     def with_prompts(self, found: list[Any], places: Any, arch: Architecture) -> "Stretches":
         """With prompts at `places` [Q]; place 0 is scratch."""
+        heads, rows = on_mesh((HEADS, ROWS))
         put = jax.shard_map(
-            lambda x, new, places: x.at[places].set(new), in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS
+            lambda x, new, places: x.at[places].set(new), in_specs=(heads, heads, rows), out_specs=heads
         )
         found = [one if isinstance(one, State) else KeysAndValues(*one) for one in found]
         return Stretches(self.rows, jax.tree.map(lambda held, new: put(held, new, places), self.prompts, found))
@@ -152,4 +154,5 @@ def _write(x: jax.Array, new: jax.Array, places: jax.Array, axis: int) -> jax.Ar
         rows = jnp.arange(len(x))
         return x.at[rows, :, :, places].set(new) if axis == 3 else x.at[rows, :, places].set(new)
 
-    return jax.shard_map(local, in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS)(x, new, places)
+    heads, rows = on_mesh((HEADS, ROWS))
+    return jax.shard_map(local, in_specs=(heads, heads, rows), out_specs=heads)(x, new, places)

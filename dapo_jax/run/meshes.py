@@ -29,13 +29,15 @@ def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | Non
     Raises:
         InputError: the devices cannot be divided like this, or model or batches do not fit.
     """
-    shape = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    shape, expert = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor), config.mesh.expert
+    if expert > 1 and arch.experts is None:
+        raise InputError(f"mesh.expert={expert} divides experts, but model.path has none: set it to 1")
     if config.trainer.rollout_ahead:
         of_training, of_sampling = split_devices(config.trainer.rollout_devices, config.mesh.tensor)
         whole = make_mesh(*shape, of_training, in_order=True)
         sampling = make_mesh(-1, 1, config.mesh.tensor, of_sampling, in_order=True)
     else:
-        whole = sampling = make_mesh(*shape, devices)
+        whole = sampling = make_mesh(*shape, devices, expert=expert)
     check_weights(arch, sampling)
     networks = trained(config)
     size = _train_tensor(config, arch, networks, whole)
@@ -86,8 +88,10 @@ def _training_problems(
     else:
         names = {"fsdp": "mesh.fsdp x mesh.tensor / mesh.train_tensor", "tensor": "mesh.train_tensor"}
         of_weights = [
-            f"{names[axis]} = {changed.shape[axis]} must divide {dimension}: {_fitting_size(arch, mesh, size)}"
-            for axis, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
+            f"{' x '.join(names.get(axis, f'mesh.{axis}') for axis in axes)} = "
+            f"{math.prod(changed.shape[axis] for axis in axes)} must divide {dimension}: "
+            f"{_fitting_size(arch, mesh, size)}"
+            for axes, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
         ]
     return of_weights + batch_problems(networks, train_batch_size, changed)
 
@@ -176,8 +180,8 @@ def device_notes(config: Config, mesh: Mesh, training: Passes | None = None) -> 
         lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
     if training and mesh.shape["tensor"] != config.mesh.tensor:
         lines.append(
-            f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into data "
-            f"{mesh.shape['data']}, fsdp {mesh.shape['fsdp']} and tensor {mesh.shape['tensor']}"
+            f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into "
+            f"{' and '.join(', '.join(f'{axis} {size}' for axis, size in mesh.shape.items()).rsplit(', ', 1))}"
         )
     if training:
         name, problem = chosen_attention(config.model, config.data, training.arch, mesh)

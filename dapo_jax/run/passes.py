@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -123,7 +124,8 @@ def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_sco
         stores_scores: whether attention stores its scores, as XLA's does.
         policy: what each layer keeps; "" = what the config says, of model.remat_policy=auto the least.
     """
-    fsdp, tensor, distillation = mesh.shape["fsdp"], mesh.shape["tensor"], config.algorithm.distillation
+    tensor, distillation = mesh.shape["tensor"], config.algorithm.distillation
+    shares = math.prod(size for axis, size in mesh.shape.items() if axis != "data")
     teacher = dataclasses.replace(config.model, path=distillation.path) if distillation.path else None
     longest = config.data.max_prompt_length + config.data.max_response_length
     tables = TABLE_BYTES * arch.vocab_size * arch.hidden_size / tensor
@@ -136,7 +138,7 @@ def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_sco
     states = {name: _state_bytes(network.options.optim) for name, network in networks.items()}
     of_weight = sum((states | {"actor": 2} if rank else states).values()) + (2 if reference and not rank else 0)
     of_teacher = 2 * count_params(read_architecture_of(teacher, TEACHER)) if teacher else 0
-    return (of_weight * count_params(arch) + of_teacher) / (fsdp * tensor) + tables + of_passes
+    return (of_weight * count_params(arch) + of_teacher) / shares + tables + of_passes
 
 
 def _state_bytes(optim: OptimConfig) -> float:

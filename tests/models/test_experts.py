@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dapo_jax.models import expert_exchange
 from dapo_jax.models.architecture import Experts
 from dapo_jax.models.experts import (
     RoutingCounts,
@@ -16,13 +17,13 @@ from dapo_jax.models.experts import (
     replaced_share,
     routing_counts,
 )
-from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
+from dapo_jax.parallel.mesh import BATCH_AXES, EXPERT_AXES, make_mesh
 
 B, T, D, F, E, K = 4, 12, 24, 40, 6, 2
 SCALE = 1.5
 
 
-def draw(seed=0, dtype=jnp.float32):
+def draw(seed=0, dtype=jnp.float32, E=E):
     """x, router, gate, up, down."""
     normal = np.random.default_rng(seed).normal
     shapes = (B, T, D), (D, E), (E, D, F), (E, D, F), (E, F, D)
@@ -59,7 +60,7 @@ def dense(x, router, gate, up, down, *, normalized, replayed, biases=None):
 
 
 def sparse(*operands, normalized=True, replayed=None, biases=None):
-    experts = Experts(E, K, F, normalized)
+    experts = Experts(operands[1].shape[1], K, F, normalized)
     if biases is not None:
         experts = dataclasses.replace(experts, scores="sigmoid", biased=True, scale=SCALE)
     return expert_feed_forward(*operands, experts=experts, bias=biases, replayed=replayed)
@@ -218,7 +219,8 @@ def test_a_token_does_not_depend_on_the_others():
 
 def shardings(mesh):
     """Of x, router, gate, up, down."""
-    specs = PartitionSpec(BATCH_AXES), PartitionSpec(), *[PartitionSpec("tensor")] * 3
+    rows, experts = (tuple(axis for axis in axes if axis in mesh.axis_names) for axes in (BATCH_AXES, EXPERT_AXES))
+    specs = PartitionSpec(rows), PartitionSpec(), *[PartitionSpec(experts)] * 3
     return [NamedSharding(mesh, spec) for spec in specs]
 
 
@@ -257,6 +259,46 @@ def test_the_mesh_changes_nothing(axes, replay):
         (found, found_chosen), gradients = jit_scanned(placed, COTANGENT, replayed)
     np.testing.assert_array_equal(found_chosen, chosen)
     assert_close((found, *gradients), (expected, *expected_gradients))
+
+
+def on_devices(axes, operands, replayed, cotangent=COTANGENT):
+    """Result, choices and gradients of `scanned` on a mesh of data x fsdp x expert x tensor."""
+    *others, expert, tensor = axes
+    mesh = make_mesh(*others, tensor, expert=expert, devices=jax.devices()[: np.prod(axes)])
+    with jax.set_mesh(mesh):
+        (found, chosen), gradients = jit_scanned(jax.device_put(operands, tuple(shardings(mesh))), cotangent, replayed)
+    return chosen, (found, *gradients)
+
+
+def many(choices="own"):
+    """Operands for 512 tokens and 8 experts, of which one may have rows for several blocks, and what is replayed."""
+    random = np.random.default_rng(5)
+    x = random.normal(size=(8, 64, D)).astype(np.float32)
+    _, router, *weights = draw(E=8)
+    replayed = None
+    if choices == "one expert":
+        x[..., 0], router[0, 4] = 3.0, 100.0
+    if choices == "replay":
+        replayed = np.stack([random.permutation(8)[:K] for _ in range(512)]).reshape(8, 64, K).astype(np.int32)
+        replayed[1, 3:] = -1
+    return (x, router, *weights), random.normal(size=x.shape).astype(np.float32), replayed
+
+
+@pytest.mark.parametrize("choices", ["own", "one expert", "replay"])
+@pytest.mark.parametrize(
+    "axes", [(1, 1, 8, 1), pytest.param((1, 2, 2, 2), marks=pytest.mark.slow)], ids=["1x1x8x1", "1x2x2x2"]
+)
+def test_devices_that_exchange_tokens_change_nothing(axes, choices, monkeypatch):
+    """Values and gradients, also where all tokens want the experts of one device, more than a block has rows for."""
+    monkeypatch.setattr(expert_exchange, "WHOLE", 0)
+    monkeypatch.setattr(expert_exchange, "MULTIPLE", 16)
+    jit_scanned.clear_cache()
+    operands, cotangent, replayed = many(choices)
+    (expected, chosen), gradients = jit_scanned(operands, cotangent, replayed)
+    found_chosen, found = on_devices(axes, operands, replayed, cotangent)
+    np.testing.assert_array_equal(found_chosen, chosen)
+    for one, other in zip(found, (expected, *gradients), strict=True):  # of sums over 512 tokens
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
 def test_inside_a_shard_map_the_other_axes_divide_the_work():

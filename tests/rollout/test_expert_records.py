@@ -13,6 +13,7 @@ from small_experts import ARCH, LENGTH, NUMBERS, PROMPTS, SAMPLES, chosen_by_for
 from dapo_jax.data.containers import Rollout
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.architecture import Choices
+from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout.expert_records import ExpertRecords
 from dapo_jax.rollout.responses import Begun, Request
@@ -60,6 +61,21 @@ def test_records_are_the_choices_of_a_pass_over_the_sequence(kind, shape, change
     assert lengths.min() < 4 and lengths.max() == LENGTH and not rollout.finished.all()
     assert {record.dtype.name for record in (*rollout.experts, *rollout.prompt_experts)} == {"int8"}
     assert_recorded(rollout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param("stretches", marks=pytest.mark.full), "pages"])
+@pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (3, 2)])
+def test_devices_that_exchange_tokens_draw_the_same_tokens_and_record_the_same_experts(expert, tensor, kind):
+    """On 2 x 2 devices, whose rows fsdp divides too, and on 3 x 2, which share the experts and the heads."""
+    fsdp = 2 // tensor
+    devices = jax.devices()[: fsdp * expert * tensor]
+    used = engine(kind, make_mesh(1, fsdp, tensor, devices, expert=expert), max_num_seqs=24)
+    alone = roll_out(shared(engine(kind, one_device_mesh(), max_num_seqs=24)))
+    found = roll_out(used)
+    np.testing.assert_array_equal(found.responses, alone.responses)
+    np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-5)
+    assert_recorded(found)
 
 
 @pytest.mark.slow
