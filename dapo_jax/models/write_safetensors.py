@@ -168,8 +168,10 @@ def _of_weights(arch: Architecture, family: Family, dtype: str, given: Mapping[s
         config |= {} if family.local_theta == "rope_theta" else {family.local_theta: local}
     if "num_nextn_predict_layers" in family.defaults:
         config["num_nextn_predict_layers"] = 0  # those layers are not read
-    if arch.rotary_size:
-        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = arch.rotary_size / arch.head_dim
+    if arch.rotary_size or family.rotary_share != 1.0:
+        share = (arch.rotary_size or arch.head_dim) / arch.head_dim
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = share
+    rope |= {key: value for key, value in given.items() if key.startswith("mrope")}  # places of images, also of text's
     if arch.experts is not None and "n_routed_experts" not in family.defaults:
         config |= dict.fromkeys(("num_experts", "num_local_experts"), arch.experts.number)
     return config

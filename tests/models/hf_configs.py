@@ -1,7 +1,7 @@
 """The config.json of an architecture, as Hugging Face writes it."""
 
 from dapo_jax.models.families import FAMILIES
-from dapo_jax.models.hf_architecture import ACTIVATIONS, FULL, SLIDING, activation_key
+from dapo_jax.models.hf_architecture import ACTIVATIONS, DELTA, FULL, LINEAR, SLIDING, activation_key
 from dapo_jax.models.write_safetensors import with_weights
 
 
@@ -42,6 +42,9 @@ def _layers(arch, family):
         config["use_sliding_window"] = arch.window is not None
     if family.window in ("switched", "typed") or len({kind.window for kind in arch.kinds}) > 1:
         config["layer_types"] = [FULL if kind.window is None else SLIDING for kind in arch.layers]
+    if arch.delta is not None:
+        config["layer_types"] = [LINEAR if kind.delta else FULL for kind in arch.layers]
+        config |= {name: getattr(arch.delta, ours) for name, ours in DELTA.items()}
     if family.leaves_out_rotary:
         config["no_rope_layers"] = [int(kind.rotary) for kind in arch.layers]
     if (experts := arch.experts) is not None:
@@ -57,6 +60,8 @@ def _layers(arch, family):
             config |= {"first_k_dense_replace": len(dense), "n_group": 1, "topk_group": 1}
         else:
             config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        if experts.shared_gated:
+            config["shared_expert_intermediate_size"] = experts.shared_size
         if experts.clamp is not None:
             config |= {"swiglu_limit": experts.clamp, "swiglu_alpha": experts.slope}
     return config

@@ -7,7 +7,7 @@ import shapes
 from models.checkpoints import DATA, place, score
 from models.hf_configs import hf_config
 
-from dapo_jax.models.architecture import Experts, Layer
+from dapo_jax.models.architecture import Delta, Experts, Layer
 from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
 from dapo_jax.models.load import load_params
@@ -26,6 +26,10 @@ def architecture(family, **changes):
     arch = dataclasses.replace(shapes.ARCH, family=family, **sizes, **FAMILIES[family].traits, initializer_range=0.25)
     if (fixed := FAMILIES[family].experts) is not None:
         arch = dataclasses.replace(arch, experts=dataclasses.replace(EXPERTS, **fixed), pattern=(Layer(experts=True),))
+    if FAMILIES[family].delta:
+        experts = arch.experts and dataclasses.replace(arch.experts, shared_size=40)
+        kinds = tuple(Layer(experts=bool(experts), delta=one, rotary=not one) for one in (True, False))
+        arch = dataclasses.replace(arch, experts=experts, pattern=kinds, delta=Delta(3, 6, 8, 20, 5))
     return dataclasses.replace(arch, **changes)
 
 

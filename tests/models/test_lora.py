@@ -83,6 +83,7 @@ def test_a_target_without_adapters_is_left_alone():
 
 
 def test_all_linear_is_what_the_model_has():
-    dense, mixed = (read_architecture(DATA / name) for name in ("qwen3_qknorm", "qwen3_moe"))
-    assert present_targets(dense) == tuple(TARGETS)
-    assert present_targets(mixed) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    names = "qwen3_5", "qwen3_qknorm", "qwen3_moe"
+    recurrent, dense, mixed = (present_targets(read_architecture(DATA / name)) for name in names)
+    assert recurrent == tuple(TARGETS) and dense == recurrent[:7] and recurrent[7] == "in_proj_qkv"
+    assert mixed == ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -66,7 +66,7 @@ def test_slots_make_room_for_states(rollouts):
     assert state_bytes(arch.delta, np.float32) == 4 * (3 * 80 + 4 * 8 * 12)
     dense = tuple(dataclasses.replace(kind, delta=False) for kind in arch.pattern)
     alike = dataclasses.replace(settings, arch=dataclasses.replace(arch, pattern=dense[-1:], num_layers=1, delta=None))
-    sizes = np.dtype(np.float32), LENGTHS, 64, LengthHistory(60, 60), 4e6
+    sizes = np.dtype(np.float32), LENGTHS, 64, LengthHistory(60), 4e6
     with_states, without = (choose_layout(one, attend_gathered, *sizes) for one in (settings, alike))
     assert with_states.slots < without.slots and (with_states.states, without.states) == (
         with_states.open_prompts + 1,
