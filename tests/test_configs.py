@@ -130,6 +130,7 @@ def test_shapes_are_those_of_the_models():
         "gpt-oss-120b": 116_829_156_672,
         "SmolLM3-3B": 3_075_098_624,
         "gemma-3-1b-it": 999_885_952,
+        "Qwen3.5-0.8B": 752_393_024,
     }
     assert {name: count_params(shape(name)) for name in counts} == counts
     gemma = shape("gemma-3-1b-it")

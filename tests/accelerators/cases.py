@@ -45,11 +45,17 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 WINDOW = {"sliding_window": 32}  # shorter than prompt and response
 GEMMA = {**WINDOW, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+DELTA = {
+    **{"num_hidden_layers": 5, "full_attention_interval": 2, "head_dim": 256},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
 SIZES = {  # of a family, where they are not Llama's
     "qwen3": {"head_dim": 128},
     "qwen3_moe": EXPERTS,
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "partial_rotary_factor": 0.5, "use_qk_norm": True},
     "gpt_oss": {**WINDOW, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_scaling": YARN | {"truncate": False}},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 128},
     "smollm3": {"num_hidden_layers": 4},
     "olmo3": {**WINDOW, "num_hidden_layers": 4, "rope_scaling": YARN},
     "gemma2": GEMMA,
