@@ -30,6 +30,7 @@ ROTARY_BUFFER = "rotary_emb.inv_freq"  # written by old versions of transformers
 TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 PARTS = "vision_tower", "multi_modal_projector", "visual"
 VISION = tuple(f"{start}{part}." for start in ("", "model.") for part in PARTS)
+PARTS_OF_EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 AFTER_NEXT = "layers that predict tokens after the next"
 
 
@@ -45,6 +46,28 @@ class _Tensor(NamedTuple):
 
     def read(self) -> np.ndarray:
         return self.file.get_tensor(self.stored)
+
+
+class _Expert(NamedTuple):
+    """An expert's matrix in a tensor [E, outputs, inputs] of all experts, in which gate is above up."""
+
+    whole: _Tensor
+    number: int
+    half: int  # 0 = gate, 1 = up, -1 = all rows
+
+    def header(self) -> "_Expert":
+        return self
+
+    def get_dtype(self) -> str:
+        return self.whole.header().get_dtype()
+
+    def get_shape(self) -> tuple[int, ...]:
+        _, rows, columns = self.whole.header().get_shape()
+        return (rows if self.half < 0 else rows // 2), columns
+
+    def read(self) -> np.ndarray:
+        rows, begin = self.get_shape()[0], max(self.half, 0)
+        return self.whole.header()[self.number : self.number + 1][0, begin * rows : (begin + 1) * rows]
 
 
 def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
@@ -79,7 +102,7 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
                     continue
                 problems += [f"tensor {name} is in more than one file"] if name in tensors else []
                 tensors[name] = _Tensor(file, stored)
-        whole = mxfp4.joined(tensors)
+        whole = _apart(mxfp4.joined(tensors), arch)
         problems += _mismatches({name: one.header() for name, one in whole.items()}, arch)
         if problems:
             more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
@@ -95,6 +118,23 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
 def text_name(stored: str) -> str:
     """The name in a language model of a tensor of a model that also takes images."""
     return next((name + stored.removeprefix(start) for start, name in TEXT.items() if stored.startswith(start)), stored)
+
+
+def _apart(tensors: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
+    """`tensors`, with one for each expert in the place of those that hold all experts of a layer, as Qwen3.5's do."""
+    found = dict(tensors)
+    if arch.experts is None or arch.experts.biases:
+        return found
+    for name, parts in ((name, PARTS_OF_EXPERTS.get(name.rpartition(".experts.")[2])) for name in tensors):
+        shape = tensors[name].header().get_shape() if parts else ()
+        if not parts or len(shape) != 3 or shape[0] != arch.experts.number or shape[1] % len(parts):
+            continue
+        whole, stem = found.pop(name), name.rpartition(".")[0]
+        for number in range(arch.experts.number):
+            for half, part in enumerate(parts):
+                one = _Expert(whole, number, half if len(parts) > 1 else -1)
+                found[f"{stem}.{number}.{part}_proj.weight"] = one
+    return found
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -5,6 +5,7 @@ import logging
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from models.checkpoints import DATA, expected_logits, place, score, tolerance
@@ -121,3 +122,24 @@ def test_a_prompt_with_a_token_of_images_is_refused(tmp_path):
     assert tokenizer.encode_prompts(["3 + 4 ="], DataConfig())
     with pytest.raises(InputError, match="a prompt has 5, a token of images, but only the text part"):
         tokenizer.encode_prompts(["3 + 4 =", "3 + 5 ="], DataConfig())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_moe"])
+def test_experts_of_a_layer_may_lie_in_one_tensor(name, tmp_path):
+    """As in Qwen3.5's files; next to layers that predict tokens after the next."""
+    shutil.copytree(DATA / name, tmp_path / "joined")
+    tensors, arch = load_file(DATA / name / "model.safetensors"), read_architecture(DATA / name)
+    for stem in {key.partition(".experts.")[0] + ".experts" for key in tensors if ".experts." in key}:
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{number}.{part}_proj.weight") for number in range(arch.experts.number)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{stem}.down_proj": down}
+    tensors |= {"mtp.fc.weight": np.zeros(3, np.float32)} if arch.delta else {}
+    save_file(tensors, tmp_path / "joined" / "model.safetensors")
+    found, expected = (load_params(path, arch, place) for path in (tmp_path / "joined", DATA / name))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    stem = next(key for key in tensors if key.endswith("gate_up_proj"))
+    save_file(tensors | {stem: tensors[stem][1:]}, tmp_path / "joined" / "model.safetensors")
+    with pytest.raises(InputError, match=r"experts\.0\.gate_proj\.weight of shape .* is missing"):
+        load_params(tmp_path / "joined", arch, place)
