@@ -56,6 +56,10 @@ SAVED = identity(ARCH, "a", **{"model.lora.alpha": 16.0})
         (identity(dataclasses.replace(ARCH, rope_theta=5e5), "a"), ["rope_theta=500000.0 (not 10000.0)"]),
         (identity(dataclasses.replace(ARCH, initializer_range=0.5)), []),
         ({**SAVED, "of a later version": 1}, []),
+        ({**SAVED, "pattern": [{**SAVED["pattern"][0], "of a later version": True}]}, []),
+        ({**SAVED, "pattern": [{"window": None}]}, []),
+        ({**SAVED, "pattern": [{"window": 8}]}, ["pattern=[{'window': 8}] (not " + str(SAVED["pattern"]) + ")"]),
+        ({**SAVED, "pattern": 2 * SAVED["pattern"]}, [f"pattern={2 * SAVED['pattern']} (not {SAVED['pattern']})"]),
     ],
 )
 def test_another_model_is_refused_or_warned_of(found, words, caplog):

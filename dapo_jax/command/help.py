@@ -17,7 +17,7 @@ from dapo_jax.config.sections import Config
 
 _MODEL = ("model.path", "workdir")
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-_MESH = ("mesh.data", "mesh.fsdp", "mesh.tensor")
+_MESH = ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor")
 MOST_USED = {
     "train": (
         *_MODEL,

@@ -5,7 +5,7 @@
 
 transformers, vLLM and model.path read the directory. The model, its adapters and the seed are those of the run in
 config.workdir, whatever FILE says. The command needs neither data nor an accelerator. On fewer devices than the run
-had, add --config.mesh.fsdp=1 --config.mesh.tensor=1.
+had, add --config.mesh.fsdp=1 --config.mesh.expert=1 --config.mesh.tensor=1.
 """
 
 import dataclasses

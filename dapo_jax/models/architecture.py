@@ -168,6 +168,8 @@ class Architecture:
             raise InputError(f"of head_dim={self.head_dim}, {self.rotary_size} numbers cannot carry positions in pairs")
         if len({kind.window for kind in self.kinds} - {None}) > 1:
             raise InputError(f"{self.kinds}: all layers with a window must have the same")
+        if all(kind.delta for kind in self.layers):
+            raise InputError("layer_types: some layer must be full_attention")
         if self.delta is not None and self.delta.value_heads % self.delta.key_heads:
             raise InputError(
                 f"linear_num_value_heads={self.delta.value_heads} must be a multiple of "

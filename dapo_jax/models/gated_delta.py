@@ -76,7 +76,7 @@ def next_token(inputs: Inputs, held: State, alive: jax.Array, delta: Delta) -> t
     rows, _, channels = inputs.channels.shape
     seen = jnp.concatenate([held.tail.reshape(rows, -1, channels), inputs.channels], axis=1)
     mixed = jax.nn.silu(jnp.sum(seen * inputs.filter.T, axis=1, dtype=jnp.float32))
-    query, key, value = _heads(mixed, delta)
+    query, key, value = (x.astype(inputs.channels.dtype) for x in _heads(mixed, delta))
     state = held.state * jnp.exp(inputs.decay[:, 0])[..., None, None]
     known = jnp.sum(state * key[..., None], axis=-2)
     state += key[..., None] * (inputs.beta[:, 0, :, None] * (value - known))[..., None, :]
@@ -146,42 +146,46 @@ def _by_chunks(
     A token corrects the state by u with u + A u = beta (v - what it would read without its chunk), where A has the
     decayed products of its key with those before it.
     """
+    query, key, value = (x.swapaxes(2, 3) for x in (query, key, value))  # CPUs multiply bfloat16 only behind batches
+    beta = beta.swapaxes(2, 3)
     total = _sums(paths.visible, decay)  # of what each token has forgotten since its chunk began
     ratio = _ratios(paths.visible, total, total)
     before = ratio * ~jnp.eye(CHUNK, dtype=bool)
-    system = before * matmul("bnivk,bnjvk->bnvij", key, key) * beta.swapaxes(2, 3)[..., None]
+    system = before * matmul("bnvik,bnvjk->bnvij", key, key) * beta[..., None]
     ends = _sums(paths.ends, decay)
     of_chunks = {
         "inverse": _inverse_of_one_plus(system),
-        "scores": ratio * matmul("bnivk,bnjvk->bnvij", query, key),
+        "scores": ratio * matmul("bnvik,bnvjk->bnvij", query, key),
         "kept": jnp.exp(total),  # of the state that a token begins with
         "to_ends": _ratios(paths.ends, ends, total),
         "flows": jnp.exp(ends)[..., None] * paths.flows[:, :, None],
         "sources": paths.sources,
-        "beta": beta.swapaxes(2, 3),
-        "query": query.swapaxes(2, 3),
-        "key": key.swapaxes(2, 3),
-        "value": value.swapaxes(2, 3),
+        "beta": beta,
+        "query": query,
+        "key": key,
+        "value": value,
     }
+    (rows, _, heads, _, keys), values = key.shape, value.shape[-1]
 
     @jax.checkpoint
     def step(states: jax.Array, chunk: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         of_tokens = jnp.concatenate([chunk["key"], chunk["query"]], axis=2)
-        known = matmul("bvskj,bvik->bvsij", states, of_tokens)
-        begun = jnp.moveaxis(chunk["sources"], 2, 1)[:, None, :, :, None]  # [B, 1, 2, C, 1]
-        at_key, at_query = (jnp.sum(jnp.where(begun, one, 0), axis=2) for one in jnp.split(known, 2, axis=3))
+        known = matmul("bvks,bvik->bvis", states.reshape(rows, heads, keys, -1), of_tokens)
+        known = known.reshape(rows, heads, 2, CHUNK, 2, values)  # by keys and queries, from either state
+        begun = chunk["sources"][:, None, None, :, :, None]
+        at_key, at_query = jnp.moveaxis(jnp.sum(jnp.where(begun, known, 0), axis=-2), 2, 0)
         kept, beta, key = chunk["kept"][..., None], chunk["beta"][..., None], chunk["key"]
         wanted = (beta * (chunk["value"] - kept * at_key)).astype(key.dtype)
         change = matmul("bvij,bvjo->bvio", chunk["inverse"], wanted)
         read = kept * at_query + matmul("bvij,bvjo->bvio", chunk["scores"], change.astype(key.dtype))
-        added = matmul("bveio,bvik->bveko", chunk["to_ends"][..., None] * change[:, :, None], key)
-        flowed = jnp.einsum("bves,bvsko->bveko", chunk["flows"], states, precision="highest")
-        return flowed + added, read
+        at_ends = chunk["to_ends"].swapaxes(2, 3)[..., None] * change[:, :, :, None]
+        added = matmul("bvis,bvik->bvks", at_ends.reshape(rows, heads, CHUNK, -1), key)
+        flowed = jnp.einsum("bves,bvkso->bvkeo", chunk["flows"], states, precision="highest")
+        return flowed + added.reshape(states.shape), read
 
-    heads, sizes = query.shape[3], (key.shape[-1], value.shape[-1])
-    states = jnp.zeros((len(query), heads, 2, *sizes), jnp.float32)
+    states = jnp.zeros((rows, heads, keys, 2, values), jnp.float32)
     states, read = jax.lax.scan(step, states, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), of_chunks))
-    return jnp.moveaxis(read, 0, 1).swapaxes(2, 3), states[:, :, 0]
+    return jnp.moveaxis(read, 0, 1).swapaxes(2, 3), states[..., 0, :]
 
 
 def _sums(tokens: jax.Array, decay: jax.Array) -> jax.Array:

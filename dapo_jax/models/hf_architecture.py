@@ -287,11 +287,11 @@ def _windowed(hf: dict[str, Any], family: Family) -> list[bool]:
 
 def _experts(hf: dict[str, Any], fixed: Mapping[str, Any]) -> Experts:
     size = hf.get("moe_intermediate_size") or hf["intermediate_size"]
+    fixed = {"normalized": bool(hf.get("norm_topk_prob")), **fixed}
     return Experts(
         number=hf.get("n_routed_experts") or hf.get("num_local_experts") or hf["num_experts"],
         per_token=hf["num_experts_per_tok"],
         intermediate_size=size,
-        normalized=bool(hf["norm_topk_prob"]),
         scale=float(hf.get("routed_scaling_factor", 1.0)),
         shared_size=hf.get("shared_expert_intermediate_size") or size * hf.get("n_shared_experts", 0),
         clamp=hf.get("swiglu_limit"),

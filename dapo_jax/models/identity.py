@@ -28,5 +28,14 @@ def differences(saved: Identity, found: Identity) -> list[str]:
     return [
         "other weights" if name == WEIGHTS else f"{name}={found[name]} (not {saved[name]})"
         for name in saved
-        if name in found and saved[name] != found[name]
+        if name in found and not _agree(saved[name], found[name])
     ]
+
+
+def _agree(saved: Any, found: Any) -> bool:
+    """Whether two parts of an identity are equal, in what both of them say."""
+    if isinstance(saved, Mapping) and isinstance(found, Mapping):
+        return all(_agree(saved[key], found[key]) for key in saved.keys() & found.keys())
+    if isinstance(saved, list) and isinstance(found, list):
+        return len(saved) == len(found) and all(map(_agree, saved, found))
+    return bool(saved == found)

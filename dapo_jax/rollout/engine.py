@@ -15,6 +15,7 @@ import numpy as np
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import bucket
 from dapo_jax.data.work import Work
+from dapo_jax.errors import InputError
 from dapo_jax.models.paged_attention import AttendPages
 from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.processes import settle
@@ -35,6 +36,12 @@ class GivenUp:
     responses: int = 0  # with a token at least
     tokens: int = 0  # that the policy wrote
     work: Mapping[str, Work] = field(default_factory=dict)  # computed for them, by stage; none of it was needed
+
+
+STOPS_LATE = (
+    "rollout.stop ends turns after a device has gone on, and on CPUs a model with linear attention cannot go back: "
+    "leave rollout.stop empty in episodes, or take another model"
+)
 
 
 class Engine:
@@ -73,6 +80,8 @@ class Engine:
             limits: [Q * num_samples] most tokens of each response, with those begun; None = max_response_length.
             on_finished: called with responses as they end, while others are still being decoded.
         """
+        if request.waits is not None and request.stop is not None and self.attend is None and self.settings.arch.delta:
+            raise InputError(STOPS_LATE)  # the state has then seen what comes after the stop
         devices = self._devices(request)
         settings, samples = self.settings, np.tile(np.arange(request.num_samples), len(prompts))
         longest, known = np.full(len(samples), settings.max_response_length), None

@@ -114,8 +114,8 @@ def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture,
     if lora and absent:
         left = tuple(target for target in lora.targets if target in present)
         raise InputError(
-            f"model.lora.target_modules has {', '.join(absent)}, but every feed-forward network of this model is a "
-            f"mixture of experts, and experts take no adapters: set model.lora.target_modules={left}"
+            f"model.lora.target_modules has {', '.join(absent)}, but no layer of this model has that beside experts, "
+            f"which take no adapters: set model.lora.target_modules={left or present}"
         )
     return arch, tokenizer
 

@@ -30,8 +30,6 @@ def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | Non
         InputError: the devices cannot be divided like this, or model or batches do not fit.
     """
     shape, expert = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor), config.mesh.expert
-    if expert > 1 and arch.experts is None:
-        raise InputError(f"mesh.expert={expert} divides experts, but model.path has none: set it to 1")
     if config.trainer.rollout_ahead:
         of_training, of_sampling = split_devices(config.trainer.rollout_devices, config.mesh.tensor)
         whole = make_mesh(*shape, of_training, in_order=True)
@@ -110,7 +108,9 @@ def check_weights(arch: Architecture, mesh: Mesh) -> None:
 
 
 def _weight_problems(arch: Architecture, mesh: Mesh) -> list[str]:
-    table = weight_table(arch)
+    table, expert = weight_table(arch), mesh.shape.get("expert", 1)
+    if expert > 1 and arch.experts is None:
+        return [f"mesh.expert={expert} divides experts, but model.path has none: set it to 1"]
     return [line for rules in (TRAIN_RULES, DECODE_RULES) for line in indivisible_weights(table, mesh.shape, rules)]
 
 

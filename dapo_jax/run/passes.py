@@ -17,6 +17,7 @@ from dapo_jax.learner.trainable import Passes
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.fused_attention import bin_attention, kernels, unfit
+from dapo_jax.models.token_paths import CHUNK
 from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import limits_of, multiplies_bfloat16
@@ -133,7 +134,8 @@ def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_sco
     scores = SCORES * arch.num_heads * longest / tensor if stores_scores else 0
     networks = trained(config)
     tokens = max(network.max_tokens for network in networks.values())
-    of_passes = 4 * tokens * (kept + ARRAYS * arch.hidden_size + scores)
+    recurrent = 0 if arch.delta is None else ARRAYS * arch.delta.channels + 4 * CHUNK * arch.delta.value_heads
+    of_passes = 4 * tokens * (kept + ARRAYS * arch.hidden_size + recurrent / tensor + scores)
     rank, reference = config.model.lora.rank, uses_reference(config.algorithm, config.actor)
     states = {name: _state_bytes(network.options.optim) for name, network in networks.items()}
     of_weight = sum((states | {"actor": 2} if rank else states).values()) + (2 if reference and not rank else 0)
@@ -149,7 +151,8 @@ def _state_bytes(optim: OptimConfig) -> float:
 
 def _kept_width(policy: str, arch: Architecture) -> int:
     """Float32 numbers that a layer keeps of a token for the backward pass."""
-    attention = 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    share = sum(not kind.delta for kind in arch.layers) / arch.num_layers
+    attention = int(2 * share * (arch.num_heads + arch.num_kv_heads) * arch.head_dim)
     if policy in ("auto", "full", "offload"):
         return arch.hidden_size
     if policy == "attention":

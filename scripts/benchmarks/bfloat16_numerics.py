@@ -73,6 +73,10 @@ SMALL = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+DELTA = {
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "shared_expert_intermediate_size": 64,
+}
 EXPERTS = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 8),
     "num_experts_per_tok": 2,
@@ -84,8 +88,9 @@ def random_model(name: str) -> tuple[Architecture, Any]:
     """A small model of a family with random weights; every kind of its layers."""
     family = FAMILIES[name]
     config = {**SMALL, "architectures": [family.architecture_name(False)], "model_type": name}
-    config |= {"num_hidden_layers": max(family.full_every, 4 if family.leaves_out_rotary else 2)}
+    config |= {"num_hidden_layers": max(family.full_every, 4 if family.leaves_out_rotary or family.delta else 2)}
     config |= {"sliding_window": 32 if family.window in ("all", "typed") else None}
+    config |= DELTA if family.delta else {}
     arch = architecture_from_hf(config | ({} if family.experts is None else EXPERTS))
     rng = np.random.default_rng(11)
     drawn = {weight: rng.normal(0, 0.06, weight.shape) for weight in weight_table(arch)}

@@ -47,7 +47,7 @@ def test_what_is_not_supported_is_an_error(change, message):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_sequence_classification_model_differs_by_its_scalar_head_alone(family):
-    config = {name: value for name, value in LLAMA.items() if name != "hidden_act"}
+    config = {name: value for name, value in LLAMA.items() if name != "hidden_act"} | {"num_hidden_layers": 4}
     language, scoring = (
         f"{family.hf_name}ForCausalLM",
         f"{family.reward_name or family.hf_name}ForSequenceClassification",

@@ -9,6 +9,7 @@ from rollout.test_returns import played
 from rollout.test_windows import LENGTHS, family
 from shapes import mesh_of
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.flops import token_flops
 from dapo_jax.models.gated_delta import state_bytes
 from dapo_jax.models.paged_attention import attend_gathered
@@ -58,6 +59,11 @@ def test_rows_that_wait_keep_their_state_or_are_read_again(kind, rollouts):
     found, turns = played(kind, rollouts=rollouts, max_num_seqs=7, delay=3)
     assert turns.sum() > 20
     rollouts.assert_tokens_drawn(found, FREE)
+
+
+def test_a_stop_rule_that_a_state_has_seen_past_is_refused(rollouts):
+    with pytest.raises(InputError, match="rollout.stop ends turns after a device has gone on"):
+        played("stretches", rollouts=rollouts, fields={"stop": lambda tokens, start: None})
 
 
 def test_slots_make_room_for_states(rollouts):
