@@ -325,9 +325,9 @@ def _unsupported(hf: dict[str, Any], family: Family) -> list[str]:
     if hf.get("per_layer_config"):
         problems.append("per_layer_config: layers with sizes of their own are not supported")
     method = (hf.get("quantization_config") or {}).get("quant_method")
-    if method is not None and method != family.quantization:
-        only = f"only {family.quantization!r} is read" if family.quantization else "no quantized weights are read"
-        problems.append(f"quantization_config.quant_method={method!r}: {only} in this family")
+    if family.quantization and method not in (None, family.quantization):
+        only = f"only {family.quantization!r} is read in this family"
+        problems.append(f"quantization_config.quant_method={method!r}: {only}")
     problems += _unsupported_layers(hf, family)
     return problems
 
