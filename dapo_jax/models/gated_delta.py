@@ -76,7 +76,7 @@ def next_token(inputs: Inputs, held: State, alive: jax.Array, delta: Delta) -> t
     rows, _, channels = inputs.channels.shape
     seen = jnp.concatenate([held.tail.reshape(rows, -1, channels), inputs.channels], axis=1)
     mixed = jax.nn.silu(jnp.sum(seen * inputs.filter.T, axis=1, dtype=jnp.float32))
-    query, key, value = (x.astype(inputs.channels.dtype) for x in _heads(mixed, delta))
+    query, key, value = _heads(mixed, delta, inputs.channels.dtype)
     state = held.state * jnp.exp(inputs.decay[:, 0])[..., None, None]
     known = jnp.sum(state * key[..., None], axis=-2)
     state += key[..., None] * (inputs.beta[:, 0, :, None] * (value - known))[..., None, :]
@@ -98,7 +98,7 @@ def over_sequences(inputs: Inputs, paths: Paths, delta: Delta) -> tuple[jax.Arra
     real = paths.real[..., None]
     beta, decay = (jnp.where(real, divided(x), 0) for x in (inputs.beta, inputs.decay))
     mixed = _convolved(divided(inputs.channels), inputs.filter, paths)
-    query, key, value = (x.astype(inputs.channels.dtype) for x in _heads(mixed, delta))
+    query, key, value = _heads(mixed, delta, inputs.channels.dtype)
     read, state = _by_chunks(query, key, value, beta, decay, paths)
     return read.reshape(rows, -1, *read.shape[3:])[:, :length], state
 
@@ -110,7 +110,7 @@ def last_tail(channels: jax.Array, mask: jax.Array, width: int) -> jax.Array:
     return kept.reshape(len(kept), -1)
 
 
-def _heads(mixed: jax.Array, delta: Delta) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _heads(mixed: jax.Array, delta: Delta, dtype: Any) -> tuple[jax.Array, ...]:
     """Queries and keys [..., V, I] of length 1 / sqrt(I) and 1, and values [..., V, J], from channels [..., M]."""
     keys = delta.key_heads * delta.key_dim
     query, key, value = jnp.split(mixed, [keys, 2 * keys], axis=-1)
@@ -118,7 +118,8 @@ def _heads(mixed: jax.Array, delta: Delta) -> tuple[jax.Array, jax.Array, jax.Ar
     query, key = (x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPSILON) for x in (query, key))
     groups = delta.value_heads // delta.key_heads
     query, key = (jnp.repeat(x, groups, axis=-2) for x in (query * delta.key_dim**-0.5, key))
-    return query, key, value.reshape(*value.shape[:-1], delta.value_heads, delta.value_dim)
+    value = value.reshape(*value.shape[:-1], delta.value_heads, delta.value_dim)
+    return tuple(x.astype(dtype) for x in (query, key, value))
 
 
 def _convolved(channels: jax.Array, kernel: jax.Array, paths: Paths) -> jax.Array:

@@ -276,7 +276,7 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     tokens = min(history.held(), drawn) + length / 2 + (mean_prompt + length / 2) / sizes.num_samples
     per_row = tokens / length * full.bytes + min(tokens / length, windowed.own + windowed.prompt) * windowed.bytes
     places = (3 * prefills[0].at_once + 1) * sizes.state_bytes  # of prompts that wait, and are being read
-    sizes = sizes._replace(memory=max(sizes.memory - places, 0.0))
+    sizes = sizes._replace(memory=max(sizes.memory - places, 1.0) if sizes.memory else 0.0)  # 0 = not known
     slots = _slots(sizes, history.evenness(), per_slot=per_slot, per_row=per_row)
     pages, windows = (kind.most(slots, waiting=2 * prefills[0].at_once) for kind in (full, windowed))
     if not settings.max_num_seqs or sizes.memory > 0:

@@ -124,7 +124,7 @@ def _with_prompts(rows: Any, prompts: Any, begins: jax.Array, places: jax.Array)
 
 def _width(prompts: list[Any]) -> int:
     """Tokens of a prompt."""
-    return next((one.value.shape[2] for one in prompts if isinstance(one, KeysAndValues)), 0)
+    return next(one.value.shape[2] for one in prompts if isinstance(one, KeysAndValues))
 
 
 def _attend(

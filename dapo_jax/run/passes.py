@@ -134,8 +134,10 @@ def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_sco
     scores = SCORES * arch.num_heads * longest / tensor if stores_scores else 0
     networks = trained(config)
     tokens = max(network.max_tokens for network in networks.values())
-    recurrent = 0 if arch.delta is None else ARRAYS * arch.delta.channels + 4 * CHUNK * arch.delta.value_heads
-    of_passes = 4 * tokens * (kept + ARRAYS * arch.hidden_size + recurrent / tensor + scores)
+    recurrent = 0  # each device has all channels, and the products of chunks of its heads
+    if arch.delta is not None:
+        recurrent = ARRAYS * arch.delta.channels + 4 * CHUNK * arch.delta.value_heads / tensor
+    of_passes = 4 * tokens * (kept + ARRAYS * arch.hidden_size + recurrent + scores)
     rank, reference = config.model.lora.rank, uses_reference(config.algorithm, config.actor)
     states = {name: _state_bytes(network.options.optim) for name, network in networks.items()}
     of_weight = sum((states | {"actor": 2} if rank else states).values()) + (2 if reference and not rank else 0)

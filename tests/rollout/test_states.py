@@ -80,6 +80,12 @@ def test_slots_make_room_for_states(rollouts):
     )
 
 
+def test_states_that_leave_no_room_for_pages_are_refused(rollouts):
+    settings = rollouts.settings(max_num_seqs=16)
+    with pytest.raises(InputError, match="do not fit rollout.kv_memory_share"):
+        choose_layout(settings, attend_gathered, np.dtype(np.float32), LENGTHS, 4, LengthHistory(60), 2e4)
+
+
 def test_work_counts_states_and_the_keys_of_one_layer(rollouts):
     flops, delta = token_flops(rollouts.arch), rollouts.arch.delta
     assert flops.pair == 4 * 4 * 16
