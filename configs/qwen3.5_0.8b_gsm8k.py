@@ -6,8 +6,8 @@ Hardware: 1 device of 80 GB such as an H100, or a v5e:2x4 slice with --config.me
 result is known. Published: nothing for this recipe.
 
 Model: the text part of Qwen/Qwen3.5-0.8B of the Hugging Face hub; its vision tower is not read, and an export is a
-language model. The template is told not to think, so that answers fit 512 tokens. A row being sampled has 20 MB of
-states in its 18 layers with linear attention, however long it is, and keys and values in the other 6.
+language model. Thinking is switched off in the template, so that answers fit 512 tokens. While a response is sampled,
+it takes 20 MB for the states of 18 layers, however long it is, and keys and values in the other 6 layers.
 """
 
 from typing import Any
