@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config configs/qwen3.5_0.8b_gsm8k.py
 
-Hardware: 1 device of 80 GB such as an H100, or a v5e:2x4 slice with --config.mesh.fsdp=8. Not run, so neither time nor
+Hardware: one GPU of 80 GB such as an H100, or a v5e:2x4 slice with --config.mesh.fsdp=8. Not run, so neither time nor
 result is known. Published: nothing for this recipe.
 
 Model: the text part of Qwen/Qwen3.5-0.8B of the Hugging Face hub; its vision tower is not read, and an export is a

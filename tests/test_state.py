@@ -178,7 +178,7 @@ def test_a_run_begins_with_the_policy_of_another(whole, tmp_path):
     last = small_config(tmp_path / "last", **unmoved, **{"model.path": str(tmp_path / "adapters")})
     merged = jax.device_get(train(last).actor.params)
     moved = {name for name, value in params["layers"].items() if (merged["layers"][name] != value).any()}
-    assert moved == set(TARGETS.values())
+    assert moved == set(TARGETS.values()) & set(params["layers"])
     with pytest.raises(ValueError, match="must be the workdir of a run with a saved checkpoint"):
         (tmp_path / "empty").mkdir()
         (tmp_path / "empty" / "config.json").write_text((folder / "config.json").read_text())

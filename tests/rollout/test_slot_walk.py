@@ -150,7 +150,7 @@ def test_prompts_are_prefilled_in_calls_as_narrow_as_their_lengths_allow():
     small, large = PrefillSize(16, 2), PrefillSize(64, 1)
     layout = Layout(1, **sizes, prefills=(small, large))
     pages = [(0, 5), (0, 1), (1, 2), (0, 0), (0, 2), (1, 1), (0, 1)]  # shard, and pages of each prompt
-    opened = [Opened(prompt, shard, list(range(count)), []) for prompt, (shard, count) in enumerate(pages)]
+    opened = [Opened(prompt, shard, list(range(count)), [], 0) for prompt, (shard, count) in enumerate(pages)]
     calls = [(size, [one.prompt for one in prompts]) for size, prompts in prefill_calls(layout, opened)]
     assert calls == [(large, [0, 2]), (small, [4, 1, 5]), (small, [6])]
 

@@ -103,7 +103,8 @@ def test_the_models_of_the_numerics_have_every_kind_of_layer(name):
     arch, family = bfloat16_numerics.random_model(name)[0], FAMILIES[name]
     kinds = arch.layers
     assert {kind.window for kind in kinds} == {"all": {32}, "typed": {32, None}}.get(family.window, {None})
-    assert {kind.rotary for kind in kinds} == ({True, False} if family.leaves_out_rotary else {True})
+    assert {kind.rotary for kind in kinds} == ({True, False} if family.leaves_out_rotary or family.delta else {True})
+    assert any(kind.delta for kind in kinds) == family.delta
     assert any(kind.experts for kind in kinds) == (family.experts is not None)
 
 
