@@ -1,5 +1,6 @@
 """A run of a random two-layer model that takes seconds, for the tests of whole runs."""
 
+import dataclasses
 import importlib.util
 import itertools
 import shutil
@@ -17,6 +18,7 @@ from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import freeze
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.run import networks
 from dapo_jax.training import step as step_module
 from dapo_jax.training.loop import train
 
@@ -121,6 +123,35 @@ def assert_same_policy(models: Any, expected: Any, tolerance: float = 0.0) -> No
     params = jax.device_get(models.actor.params)
     for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
+
+
+ROUNDING = 1e-6  # of a weight, as its products differ between two meshes ...
+NOISES = 4  # ... which may go to either side of a bound
+
+
+def rounding_decides(assert_alike: Callable[[Path], None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a run parts from itself if its first weights differ by rounding, as where two tokens tie.
+
+    Args:
+        assert_alike: trains with the folder as workdir, on the same mesh each time, and compares.
+    """
+    load = networks.load_policy
+    for number in range(NOISES):
+
+        def nearly(*arguments: Any, number: int = number, **keywords: Any) -> Any:
+            loaded = load(*arguments, **keywords)
+            key = jax.random.key(number)
+            near = jax.tree.map(lambda x: x * (1 + ROUNDING * jax.random.normal(key, x.shape)), loaded.params)
+            return dataclasses.replace(loaded, params=near)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(networks, "load_policy", nearly)
+            try:
+                assert_alike(folder / f"near{number}")
+            except AssertionError as difference:
+                print(f"On one device, with weights that differ by rounding: {difference}")
+                return True
+    return False
 
 
 def assert_as_undisturbed(models: Any, folder: Path, whole: Any, *, saved_in: Path | None = None) -> None:

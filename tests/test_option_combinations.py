@@ -8,7 +8,6 @@ parts from a run that such weights do not part from.
 The commit decides which combinations are tried, or OPTION_COMBINATIONS=COUNT:SEED (scripts/test_combinations.sh).
 """
 
-import dataclasses
 import fnmatch
 import json
 import math
@@ -34,6 +33,7 @@ from small_run import (
     assert_same_policy,
     copied,
     own_function,
+    rounding_decides,
     rows_without_clock,
     small_config,
     sums,
@@ -46,7 +46,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.learner import update
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run import meshes, networks
+from dapo_jax.run import meshes
 from dapo_jax.training.loop import train
 
 TABLE = yaml.safe_load(Path(__file__).with_name("option_combinations.yaml").read_text())
@@ -66,8 +66,6 @@ RECIPE = {  # three steps, which end whatever the filter drops
 LAYOUTS = ({"mesh.fsdp": 2, "mesh.tensor": 2}, {"mesh.fsdp": 4}, {"mesh.tensor": 2})  # on eight devices
 LIMIT_S = 300  # of a combination, which takes some five seconds
 SEEDS = 3  # with which a combination is tried, until rounding decides nothing
-ROUNDING = 1e-6  # of a weight, as its products differ between two meshes ...
-NOISES = 4  # ... which may go to either side of a bound
 COUNT, SEED = map(int, os.environ.get("OPTION_COMBINATIONS", "20:0").split(":"))
 if "OPTION_COMBINATIONS" not in os.environ:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -137,7 +135,7 @@ def check(
         assert_trains_alike(folder / "divided", changes | division, params, rows)
     except AssertionError as difference:
         use_one_device(monkeypatch)
-        if not rounding_decides(folder, changes, params, rows, monkeypatch):
+        if not rounding_decides(lambda near: assert_trains_alike(near, changes, params, rows), folder, monkeypatch):
             raise
         monkeypatch.undo()
         return difference
@@ -148,28 +146,6 @@ def assert_trains_alike(folder: Path, changes: dict[str, Any], params: Any, rows
     """A run has these parameters and rows, up to rounding."""
     assert_same_policy(run(folder, changes), params, tolerance=2e-4)
     assert_alike(rows_without_clock(folder), rows, apart_from=[*OF_LAYOUT, *(GIVEN_UP if streams(changes) else ())])
-
-
-def rounding_decides(
-    folder: Path, changes: dict[str, Any], params: Any, rows: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> bool:
-    """Whether the same run on the same device parts from itself if its first weights differ by rounding."""
-    load = networks.load_policy
-    for number in range(NOISES):
-
-        def nearly(*arguments: Any, number: int = number, **keywords: Any) -> Any:
-            loaded = load(*arguments, **keywords)
-            key = jax.random.key(number)
-            near = jax.tree.map(lambda x: x * (1 + ROUNDING * jax.random.normal(key, x.shape)), loaded.params)
-            return dataclasses.replace(loaded, params=near)
-
-        monkeypatch.setattr(networks, "load_policy", nearly)
-        try:
-            assert_trains_alike(folder / f"near{number}", changes, params, rows)
-        except AssertionError as difference:
-            print(f"On one device, with weights that differ by rounding: {difference}")
-            return True
-    return False
 
 
 def drawn(dice: random.Random, places: dict[str, str]) -> dict[str, Any]:

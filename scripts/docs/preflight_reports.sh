@@ -24,6 +24,8 @@ math=(--config configs/dapo_qwen2.5_7b_math.py "${long[@]}")
 report gsm8k_l4 --config configs/gsm8k.py --topology l4:1
 report gsm8k_h100 "${gsm8k[@]}" --topology h100:1
 report gsm8k_1.5b_h100 "${gsm8k[@]}" --topology h100:1 --config.model.path=Qwen/Qwen2.5-1.5B-Instruct
+report qwen3.5_h100 --config configs/qwen3.5_0.8b_gsm8k.py --topology h100:1
+report qwen3.5_v5e --config configs/qwen3.5_0.8b_gsm8k.py --topology v5e:2x4 --config.mesh.fsdp=8
 report 7b_h100 "${math[@]}" --topology h100:8
 report 7b_2k_h100 --config configs/dapo_qwen2.5_7b.py --topology h100:8
 report 7b_a100 --config configs/dapo_qwen2.5_7b_math.py --topology a100:8
@@ -40,6 +42,9 @@ report 30b_a3b_v5p --config configs/qwen3_30b_a3b_math.py --topology v5p:4x4x4
 report 30b_a3b_h100 --config configs/qwen3_30b_a3b_math.py --topology h100:2x8 --config.mesh.fsdp=4 \
   --config.mesh.expert=1 --config.mesh.tensor=4
 report 30b_a3b_h100_e2 --config configs/qwen3_30b_a3b_math.py --topology h100:2x8 --config.mesh.fsdp=8 \
+  --config.mesh.expert=2
+report 35b_a3b_v5p --config configs/qwen3.5_35b_a3b_math.py --topology v5p:4x4x4
+report 35b_a3b_h100 --config configs/qwen3.5_35b_a3b_math.py --topology h100:2x8 --config.mesh.fsdp=8 \
   --config.mesh.expert=2
 report gpt_oss_h100 --config configs/gpt_oss_20b_math.py --topology h100:2x8
 report 32b_v5p --config configs/dapo_qwen2.5_32b_math.py "${long[@]}" --topology v5p:4x4x8
