@@ -6,7 +6,8 @@ Hardware: 64 devices of 95 GB on several hosts (docs/scaling.md), such as a v5p:
 with --config.mesh.fsdp=8 --config.mesh.expert=2. Not run, so neither time nor result is known.
 Published: nothing for this recipe.
 
-Model: the text part of Qwen/Qwen3.5-35B-A3B of the Hugging Face hub; its vision tower is not read. Data: one copy of
+Model: the text part of Qwen/Qwen3.5-35B-A3B of the Hugging Face hub; its vision tower is not read. The shape in
+configs/shapes is that of transformers' Qwen3_5MoeTextConfig, with the rotary base of Qwen3.5-0.8B. Data: one copy of
 each problem, see configs/dapo_qwen2.5_7b_math.py. Responses think; --config.data.chat_template_kwargs=
 '{"enable_thinking": false}' turns it off.
 
