@@ -16,6 +16,7 @@ from dapo_jax.models.attention import Scores
 from dapo_jax.models.fused_attention import bin_attention, kernels, unfit
 from dapo_jax.models.paged_attention import Reads, Runs
 from dapo_jax.parallel.mesh import BATCH_AXES, platform
+from dapo_jax.parallel.sharding import on_mesh
 
 SCORES = {"window": Scores(300), "cap": Scores(cap=50.0), "window and cap": Scores(300, 50.0)}
 HEAD_SIZES, WIDTH, PAGE = (64, 128, 256), 1024, 32
@@ -53,10 +54,10 @@ def _bins(parts: Parts, name: str, scores: Scores, size: int) -> jax.stages.Lowe
 
 def _pages(parts: Parts, size: int) -> jax.stages.Lowered:
     attend = (paged_attention_tpu if platform(parts.mesh) == "tpu" else paged_attention_gpu).attend
-    heads = PartitionSpec(BATCH_AXES, "tensor")
+    heads, rows = on_mesh((PartitionSpec(BATCH_AXES, "tensor"), ROWS))
     on_each_device = jax.shard_map(
         functools.partial(attend, cap=50.0),
-        in_specs=(heads, heads, heads, PartitionSpec(), ROWS),
+        in_specs=(heads, heads, heads, PartitionSpec(), rows),
         out_specs=heads,
         check_vma=False,
     )
@@ -70,4 +71,4 @@ def _pages(parts: Parts, size: int) -> jax.stages.Lowered:
 
 
 def _array(parts: Parts, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(parts.mesh, spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(parts.mesh, on_mesh(spec)))
