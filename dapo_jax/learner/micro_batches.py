@@ -44,6 +44,7 @@ class MicroBatches:
     rows_per_device: int = 0  # not 0: by rows
     attention: BinAttention = XLA
     flops: TokenFlops = TokenFlops(layers=1.0, head=0.0, pair=0.0)
+    walks: bool = False  # a recurrence walks along each bin
     choices: Choices | None = None  # not None: tokens go to the experts that the sampler used, where they are known
 
     def split(self, batch: Batch) -> Iterator[Piece]:
@@ -71,6 +72,7 @@ class MicroBatches:
             max_tokens=self.max_tokens_per_device,
             attention=self.attention,
             pair_cost=self.flops.pair / (self.flops.layers + self.flops.head),
+            walks=self.walks,
         )
 
     def computed(self, piece: Piece) -> float:

@@ -40,6 +40,7 @@ def plan_passes(
     max_tokens: int,
     attention: BinAttention,
     pair_cost: float,
+    walks: bool = False,
 ) -> tuple[Pass, ...]:
     """All rows with a response, in passes of at most `max_tokens` slots, or one longest sequence, on each device.
 
@@ -49,6 +50,7 @@ def plan_passes(
         prompts: [Q] tokens.
         responses: [B] tokens; row b answers prompt b // (B // Q).
         pair_cost: the work of one pair of a query and a key, by that of a slot.
+        walks: a recurrence walks along each bin, so that a pass takes the longer the wider its bins are.
     """
     lengths = np.array(prompts), np.array(responses)
     longest = int(np.max(np.repeat(lengths[0], len(responses) // len(prompts)) + lengths[1] - 1))
@@ -56,9 +58,9 @@ def plan_passes(
     rows = _Rows(*lengths, shares=most <= attention.shared_width)
     if not attention.packs:
         return tuple(_one_by_one(rows, num_shards, most, attention.rounded))
-    if attention.skips:
+    if attention.skips and not (walks and most >= 2 * bucket(longest)):
         return tuple(_wide_bins(rows, num_shards, most, attention.rounded))
-    return tuple(_narrow_bins(rows, num_shards, most, pair_cost))
+    return tuple(_narrow_bins(rows, num_shards, most, pair_cost, attention.rounded))
 
 
 class _Rows:
@@ -137,12 +139,12 @@ def _wide_bins(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> lis
     raise AssertionError("wider bins hold all rows")
 
 
-def _narrow_bins(rows: _Rows, num_shards: int, most: int, pair_cost: float) -> list[Pass]:
+def _narrow_bins(rows: _Rows, num_shards: int, most: int, pair_cost: float, rounded: Rounded) -> list[Pass]:
     """Bins that hold little more than the longest sequence, many in a pass: attention computes all pairs in a bin.
 
     Of few widths, the one with the least work; but not a wider one for a tenth, so that few shapes are compiled.
     """
-    best, least, width = [], float("inf"), min(bucket(rows.longest), most)
+    best, least, width = [], float("inf"), min(rounded(bucket(rows.longest)), most)
     while rows.least * (1 + pair_cost * width) < 0.9 * least:
         filled = rows.fill(np.full(len(rows.rows), width))
         assert filled is not None
@@ -152,7 +154,7 @@ def _narrow_bins(rows: _Rows, num_shards: int, most: int, pair_cost: float) -> l
             best, least = passes, work
         if width == most:
             break
-        width = min(bucket(width + 1), most)
+        width = min(rounded(bucket(width + 1)), most)
     return best
 
 

@@ -174,4 +174,5 @@ def micro_batches(network: Network, attention: BinAttention, arch: Architecture,
         rows_per_device=0 if network.packs else network.micro_batch_size,
         attention=attention,
         flops=token_flops(arch),
+        walks=arch.delta is not None,
     )
