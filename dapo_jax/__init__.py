@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dapo_jax.interface.training import TrainResult as TrainResult
     from dapo_jax.interface.training import train as train
     from dapo_jax.tools.plot import live_curves as live_curves
+    from dapo_jax.tools.replay import replay as replay
 
 __version__ = "0.1.0"
 _MODULES = {  # name: its module
@@ -29,6 +30,7 @@ _MODULES = {  # name: its module
     "train": "interface.training",
     "TrainResult": "interface.training",
     "live_curves": "tools.plot",
+    "replay": "tools.replay",
     "Policy": "interface.policy",
     "Samples": "interface.samples",
     "keep_groups": "interface.algorithms",

@@ -25,6 +25,7 @@ COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
     "report": ("dapo_jax.tools.report.report", "explain a run, or several side by side, in one HTML page"),
     "plot": ("dapo_jax.tools.plot", "draw the curves of runs into one picture"),
     "monitor": ("dapo_jax.tools.monitor", "how the group filter of a run is doing"),
+    "replay": ("dapo_jax.tools.replay", "compute a step of a run again, and say which number differs"),
     "plan": ("dapo_jax.tools.plan", "the expected cost of dynamic sampling, before a run"),
     "env": ("dapo_jax.tools.env", "print what a bug report needs: versions, devices, packages that do not fit"),
     "from-verl": ("dapo_jax.tools.from_verl.from_verl", "translate a verl script into a command"),

@@ -17,14 +17,13 @@ from shapes import SMALL
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import freeze
-from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.records import CLOCK, read_metrics
 from dapo_jax.run import networks
 from dapo_jax.training import step as step_module
 from dapo_jax.training.loop import train
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPE = Path(__file__).with_name("small_recipe.py")
-CLOCK = ("time/", "timing", "perf/", "environment/time_s/", "dynamic_sampling/first_release_s")
 
 
 def load_config(name: str = "") -> Any:

@@ -22,6 +22,8 @@ from dapo_jax.monitor.workdir import run_name
 TRACKERS = ("tensorboard", "wandb")
 _LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
+# What metrics begin with whose values depend on the clock or the machine, not on what is computed.
+CLOCK = ("time/", "timing", "perf/", "environment/time_s/", "dynamic_sampling/first_release_s")
 _MAX_BATCHES = 10
 _OPTIONS = TrainerConfig()
 

@@ -40,11 +40,12 @@ class Checkpoints:
         directory: an absolute path or an address like gs://bucket/run; created if needed.
         options: how many to keep. One saved with another best_metric or best_metric_mode, or measured on other
             held-out problems, counts as the worst.
-        read_only: for another run, which may still be training: nothing is created, cleaned up or written.
+        read_only: for another run, which may still be training: nothing is created, cleaned up or written, and `save`
+            does nothing.
     """
 
     def __init__(self, directory: str, options: TrainerConfig, *, read_only: bool = False) -> None:
-        self.directory = directory
+        self.directory, self._read_only = directory, read_only
         self._saved_at = time.monotonic()
         metric, mode = options.best_metric, options.best_metric_mode
         self._metric = measure = _METRIC if (metric, mode) == ("", "max") else f"{_METRIC} of {mode} {metric}"
@@ -127,6 +128,8 @@ class Checkpoints:
             RuntimeError: there is no space for it, an earlier one could not be written, or copies of an array on
                 several devices differ.
         """
+        if self._read_only:
+            return
         steps = self._manager.all_steps()
         value = metric if metric is not None and math.isfinite(metric) else None
         measured = {self._metric: value, "step": progress.step, _HELD_OUT: progress.held_out}
@@ -182,6 +185,19 @@ class Checkpoints:
         found, progress, arrays = self._restored(step, saved, wanted, stream=ocp.args.StandardRestore())
         found = jax.tree.map(integrity.in_dtype, found, wanted)
         return Models(**found), dataclasses.replace(progress, arrays={}, stream=""), arrays
+
+    def record(self, step: int) -> tuple[Progress, dict[str, Any]]:
+        """The progress, with the checksums of the models' arrays, and the stream, without reading the models.
+
+        Raises:
+            InputError: the checkpoint is damaged.
+        """
+        with self._reading(step):
+            arguments = ocp.args.Composite(progress=ocp.args.JsonRestore(), stream=ocp.args.StandardRestore())
+            restored = self._manager.restore(step, args=arguments)
+            progress = integrity.opened(restored["progress"], step)
+            integrity.check_stream(progress, restored["stream"])
+        return progress, restored["stream"]
 
     def restore_policy(self, step: int, shape: Any) -> tuple[Any, Progress]:
         """Only the policy's parameters, laid out as in `shape`, and the progress.

@@ -15,7 +15,9 @@ from tqdm import tqdm
 
 from dapo_jax.config.derived import judge_folder, trains_on_older_samples
 from dapo_jax.config.sections import Config, EvaluateConfig, MeshConfig, MonitorConfig
+from dapo_jax.data.containers import Batch
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.environments.episodes import try_on
 from dapo_jax.learner.learner import Learner
 from dapo_jax.models.architecture import Architecture
@@ -64,6 +66,7 @@ class Run:
     learner: Learner
     held_out: HeldOut  # what measures it
     monitor: Monitor
+    observe: Callable[[Round | Batch], object] = lambda made: None  # sees what steps judge and train on
 
     @property
     def num_devices(self) -> int:

@@ -22,6 +22,7 @@ from dapo_jax.config.own_functions import is_own
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat
 from dapo_jax.data.experience import Collected, Experience
+from dapo_jax.dynamic_sampling.prompt_stream import StreamState
 from dapo_jax.errors import say
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor import filter_log
@@ -133,10 +134,7 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
                 run.monitor.profiles.begin(state.progress.step + 1)
                 run.monitor.watchdog.begin(state.progress.step + 1)
                 start = time.perf_counter()
-                sampled, stream = state.ahead, state.stream
-                if sampled is None:
-                    weights = run.learner.networks.decode_weights(state.models.actor.params)
-                    sampled, stream = sample_batch(run, weights, stream, state.progress, state.progress.step + 1)
+                sampled, stream = next_batch(run, state)
                 if sampled.solved:
                     return end_solved(run, checkpoints, records, state, sampled)
                 sampled.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
@@ -155,6 +153,14 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
         trained = True
         run.monitor.watchdog.end(done=True)
         run.monitor.profiles.end()
+
+
+def next_batch(run: Run, state: RunState) -> tuple[Collected, StreamState]:
+    """What the next step trains on, which may have been sampled ahead, and the stream after it."""
+    if state.ahead is not None:
+        return state.ahead, state.stream
+    weights = run.learner.networks.decode_weights(state.models.actor.params)
+    return sample_batch(run, weights, state.stream, state.progress, state.progress.step + 1)
 
 
 def sum_up(run: Run, checkpoints: Checkpoints, progress: Progress) -> None:

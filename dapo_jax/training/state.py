@@ -152,7 +152,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     progress = dataclasses.replace(progress, temperature=run.config.rollout.temperature)
     _check_loaded(progress.loaded, loaded := loaded_models(run), origin, own=own)
     progress = _on_held_out(run, dataclasses.replace(progress, loaded=loaded))
-    logger.warning("resuming after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
+    logger.warning("resuming after step %d of %s", origin.step, origin.directory)
     learnt = run.sampler.engine.learnt
     learnt.restore(arrays["engine"])
     prompts = run.problems.train_set.checksum()

@@ -132,6 +132,7 @@ def judge(run: Run, groups: Experience, *, lowest: Mapping[str, float], kl_coef:
         groups = penalize_kl(run.learner, groups, kl_coef)
     with run.monitor.stage("filter"):
         round_ = filter_groups(groups, run.config.algorithm.filter_groups, run.sampler.mesh)
+    run.observe(round_)
     return dataclasses.replace(round_, lowest=given)
 
 
@@ -158,6 +159,7 @@ def train_on(
     learner, recomputed = run.learner, recomputes(run.config, progress)
     further = estimator_inputs(run, experience, models, lowest)  # for some estimators: hints, greedy responses
     batch, metrics = make_batch(learner, experience, models, recompute=recomputed, kl_coef=progress.kl_coef, **further)
+    run.observe(batch)
     rates = learning_rates(learner.batching.trained, run.config.trainer, step)
     models, wait = update(learner, models, batch, rates)
     segments = segments_of(run.config.rollout, run.config.data)
