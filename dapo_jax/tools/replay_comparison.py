@@ -17,12 +17,12 @@ from dapo_jax.training.sample_texts import HELD_OUT_KIND
 # Besides the clock: what depends on the machine, or on how often something was asked before.
 NOT_COMPARED = (*CLOCK, "reward/judge/", "reward/workers_replaced", "alarm/slow_process", "alarm/reward_workers")
 PARTS = {  # what a step computes, in its order: the metrics of each begin so, the longest beginning counts
-    "prompts": ("data/", "mixture/", "prompt_length/"),
-    "tokens": ("response_length/", "sample/", "global_seqlen/", "dynamic_sampling/generated_tokens"),
-    "log-probabilities": ("rollout_corr/", "training/", "actor/entropy", "actor/ppo_kl"),
+    "prompts": (),
+    "tokens": ("dynamic_sampling/generated_tokens",),
     "verdicts": ("rollout/", "reward/", "environment/"),
     "rewards": ("critic/score", "critic/rewards", "actor/reward_kl", *(f"rollout/{name}/" for name in OWN_SCORES)),
-    "kept groups": ("train/", "dynamic_sampling/", "experience_pipeline/"),
+    "kept groups": ("train/", "dynamic_sampling/", "experience_pipeline/", "data/", "mixture/", "sample/", "global_"),
+    "log-probabilities": ("rollout_corr/", "training/", "actor/entropy", "actor/ppo_kl"),
     "advantages": ("critic/advantages", "critic/returns", "critic/values"),
     "loss": ("actor/loss", "actor/pg_", "actor/kl_loss", "actor/entropy_loss", "critic/vf_"),
     "gradient norm": ("actor/grad_norm", "critic/grad_norm"),
@@ -120,8 +120,10 @@ class Comparison:
             if old.shape != new.shape or old.dtype.kind != new.dtype.kind:
                 self.same(part, f"the shape of {name}", f"{old.shape} {old.dtype}", f"{new.shape} {new.dtype}")
                 continue
-            near = self.tolerance * np.maximum(1.0, np.abs(old)) if old.dtype.kind == "f" else 0
-            equal = np.isclose(new, old, rtol=0, atol=near, equal_nan=True) if old.dtype.kind == "f" else new == old
+            equal = new == old
+            if old.dtype.kind == "f":
+                near = np.abs(new - old) <= self.tolerance * np.maximum(1.0, np.abs(old))
+                equal = equal | near | np.isnan(new) & np.isnan(old)
             place = tuple(np.argwhere(~equal)[0].tolist()) if not np.all(equal) else None
             of_place = (0, 0) if place is None else (old[place].item(), new[place].item())
             self.same(part, name if place is None else f"{name}{list(place)}", *of_place)

@@ -1,0 +1,174 @@
+"""A step that is computed again: equal to the bit, else the first number that differs is named, with both values."""
+
+import json
+import shutil
+
+import pytest
+from environments.test_episodes import FILE
+from small_run import Killed, at_call, copied, kill, own_function, small_config
+
+import dapo_jax as dx
+from dapo_jax import cli
+from dapo_jax.errors import InputError
+from dapo_jax.monitor.records import read_metrics, to_json_line
+from dapo_jax.tools import replay as module
+from dapo_jax.training import step as step_module
+from dapo_jax.training.loop import train
+
+SAVED = {"trainer.max_ckpt_to_keep": 9}
+CARRY = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 4}
+EPISODES = {
+    "environment.path": f"{FILE}:Sums",
+    "environment.arguments": json.dumps({"first": "now: "}),
+    "environment.turn_template": "\n{observation} =",
+    "data.max_response_length": 48,
+    "rollout.n": 4,
+    "algorithm.filter_groups.enable": False,
+    "data.gen_batch_size": 4,
+}
+
+
+def files_of(folder):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def rewritten(folder, step, changes):
+    """Changes metrics of a step where the run has recorded them."""
+    rows = [row | (changes if row["step"] == step else {}) for row in read_metrics(folder)]
+    (folder / "metrics.jsonl").write_text("".join(map(to_json_line, rows)))
+
+
+def test_only_what_was_changed_in_the_records_differs_and_nothing_is_written(whole, tmp_path):
+    folder = copied(whole[0], tmp_path / "run", step=3)
+    shutil.rmtree(folder / "checkpoints" / "1")
+    rewritten(folder, 3, {"actor/grad_norm": 1.0, "actor/no_such": 1.0})
+    samples = folder / "samples" / "step_000003.jsonl"
+    first, *rest = [json.loads(line) for line in samples.read_text().splitlines()]
+    first["acc"] += 1
+    samples.write_text("".join(map(to_json_line, [first, *rest])))
+    before = files_of(folder)
+    found = dx.replay(folder, 3)
+    assert files_of(folder) == before
+    verdict, norm, other = found.differences
+    assert (verdict.part, verdict.recorded, verdict.found) == ("verdicts", first["acc"], first["acc"] - 1)
+    assert first["prompt"] in verdict.name and verdict.name.endswith("acc") and not found.equal
+    assert (norm.part, norm.name, norm.recorded, norm.found) == (
+        *("gradient norm", "actor/grad_norm", 1.0),
+        whole[2][3]["actor/grad_norm"],
+    )
+    assert (other.name, other.found) == ("actor/no_such", "absent")
+    counts = found.comparisons[0].counts
+    assert [one.step for one in found.comparisons] == [3] and counts["prompts"] == 8
+    assert counts["weights"] > 20 and counts["state"] > 4, "the checkpoint of the step has them"
+
+
+def test_what_cannot_be_computed_again_is_refused_in_one_line(whole, tmp_path, capsys):
+    branch = copied(whole[0], tmp_path / "branch", step=2)
+    config = json.loads((branch / "config.json").read_text())
+    config["trainer"]["resume_from_path"] = str(tmp_path / "gone")
+    (branch / "config.json").write_text(json.dumps(config))
+    cases = (
+        ("nowhere", 1, "must be a folder of this machine with the config.json of a run"),
+        (whole[0] / "metrics.jsonl", 1, "must be a folder of this machine"),
+        (whole[0], 0, "--step=0 must be a training step that .* has done: 1 to 4"),
+        (whole[0], 5, "--step=5 must be a training step .*: 1 to 4"),
+        (branch, 1, "no checkpoint precedes step 1, and the run's beginning is gone: .*; steps after 1 can be replayed"),
+    )
+    for run, step, message in cases:
+        with pytest.raises(InputError, match=message):
+            module.planned(run, step, None, ())
+    with pytest.raises(SystemExit) as end:
+        cli.main(["replay", str(whole[0]), "--step", "9"])
+    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_plan_says_what_may_explain_a_difference(whole, tmp_path):
+    folder = copied(whole[0], tmp_path, step=2)
+    assert module.planned(folder, 4, None, ()).tolerance == 0 and not module.planned(folder, 2, None, ()).notes
+    recorded = json.loads((folder / "environment.json").read_text())
+    recorded |= {"devices": "3 x NVIDIA H100", "versions": {**recorded["versions"], "dapo_jax": "0.0.1"}}
+    (folder / "environment.json").write_text(json.dumps(recorded))
+    (folder / "train.log").write_text("resuming with a changed config: seed: 1 -> 0\n")
+    text = str(module.planned(folder, 4, None, ["actor.optim.lr=0.5"]))
+    assert "from the checkpoint of step 2; compared up to rounding, 0.0001 x max(1, |number|)" in text
+    for note in ("0.0.1, this is", "devices: 3 x NVIDIA H100; here: 8 x cpu", "config: seed: 1 -> 0", "lr=0.5"):
+        assert note in text
+    config = json.loads((folder / "config.json").read_text())
+    config["mesh"]["fsdp"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert module.planned(folder, 4, None, ()).config.mesh.fsdp == 1
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_0_and_shows_a_group(whole, capsys, monkeypatch):
+    """Step 1 has two updates, and the second clips tokens: over all rows, as many as the metric says."""
+    watches, shown = [], module.group_table
+    monkeypatch.setattr(module, "group_table", lambda *given: watches.append(given[2]) or shown(*given))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["replay", str(whole[0]), "--step", "1", "--group", "2"])
+    text, [watch] = capsys.readouterr().out, watches
+    assert end.value.code == 0 and text.endswith("\nequal\n") and "\ngroup 2 of 8" in text
+    assert "kept, in the batch as" in text and "advantage  trained  clipped" in text
+    tokens, rows = watch.batch.loss_mask.sum(), range(len(watch.batch.mask))
+    clipped = sum(float(watch.clipped(row)) for row in rows)
+    assert clipped > 3 and clipped / tokens == pytest.approx(whole[2][1]["actor/pg_clipfrac"], rel=1e-6)
+    with pytest.raises(InputError, match="--group=99 must be a group of step 4: 1 to "):
+        dx.replay(whole[0], 4, group=99)
+
+
+@pytest.mark.slow
+def test_verdicts_of_a_verifier_that_has_changed_are_named(tmp_path):
+    name = own_function(tmp_path, "return float(solution[:1] == ground_truth)")
+    train(small_config(tmp_path / "run", **{"reward.function": name, "trainer.total_training_steps": 2}))
+    assert dx.replay(tmp_path / "run", 2).equal
+    own_function(tmp_path, "return float(solution[:1] != ground_truth)")
+    found = dx.replay(tmp_path / "run", 2)
+    first = found.differences[0]
+    assert (first.step, first.part) == (1, "verdicts") and "step 1" in str(found) and not found.equal
+    [note] = module.planned(tmp_path / "run", 2, None, ()).notes
+    assert note.startswith("reward.function=") and "is not" in note
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_resumed_is_computed_again(tmp_path, monkeypatch):
+    config = small_config(tmp_path, **SAVED)
+    with monkeypatch.context() as patch:
+        at_call(patch, step_module, "update", 4, kill)
+        with pytest.raises(Killed):
+            train(config)
+    assert dx.replay(tmp_path, 3).equal, "as it is: killed, with a row that has no checkpoint"
+    train(config)
+    assert dx.replay(tmp_path, 3).equal and dx.replay(tmp_path, 4).equal
+
+
+@pytest.mark.slow
+def test_on_another_mesh_numbers_are_equal_up_to_rounding(whole):
+    found = dx.replay(whole[0], 3, **{"mesh.fsdp": 4})
+    assert found.comparisons[0].tolerance == 1e-4 and found.equal, str(found)
+    assert not dx.replay(whole[0], 3, tolerance=0.0, **{"mesh.fsdp": 4}).equal
+
+
+@pytest.mark.slow
+@pytest.mark.long("carry", "ahead", "episodes")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"trainer.rollout_ahead": 1, "actor.ppo_micro_batch_size_per_device": 16}, id="ahead"),
+        pytest.param(CARRY, id="carry"),
+        pytest.param({**CARRY, "rollout.segment_length": 2, "trainer.total_training_steps": 5}, id="segments"),
+        pytest.param({"model.lora.rank": 2, "actor.ppo_epochs": 2}, id="adapters"),
+        pytest.param({"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True}, id="critic"),
+        pytest.param({"algorithm.distillation.path": "random"}, id="teacher"),
+        pytest.param({"algorithm.adv_estimator": "remax", "actor.old_logprob": "recompute"}, id="remax"),
+        pytest.param({"actor.policy_loss.loss_mode": "clip_cov"}, id="clip_cov"),
+        pytest.param(EPISODES, id="episodes"),
+    ],
+)
+def test_steps_of_every_kind_of_run_are_computed_again(tmp_path, changes):
+    train(small_config(tmp_path, **{**SAVED, **changes}))
+    found = dx.replay(tmp_path, 3, group=1)  # from the checkpoint of step 2
+    assert found.equal and found.table, str(found)
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    found = dx.replay(tmp_path, 4)  # from the beginning, with the checkpoint of step 4 to compare with
+    assert found.equal and [one.step for one in found.comparisons] == [1, 2, 3, 4], str(found)
+    assert found.comparisons[-1].counts["weights"] > 20
