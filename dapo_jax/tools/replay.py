@@ -51,8 +51,7 @@ from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.other_runs import Origin, find_checkpoint
 from dapo_jax.run.parts import Run, open_run
 from dapo_jax.tools.plot import metrics_of, record_of
-from dapo_jax.tools.replay_comparison import PARTS, Comparison, Difference, groups_of, of_kind
-from dapo_jax.tools.replay_group import UpdateWatch, group_table
+from dapo_jax.tools.replay_comparison import Group, Replay, UpdateWatch, group_table
 from dapo_jax.training.loop import conclude_step, next_batch
 from dapo_jax.training.state import RunState, first_state, restore_state, saved_arrays
 from dapo_jax.training.step import train_step
@@ -74,45 +73,14 @@ class Plan:
     notes: Sequence[str]  # what may explain a difference
 
     def __str__(self) -> str:
-        start = (
-            f"the checkpoint of step {self.origin.step}" if self.origin else "the beginning: no checkpoint precedes it"
-        )
+        first, start = 1, "the beginning, as no checkpoint precedes it"
+        if self.origin:
+            first, start = self.origin.step + 1, f"the checkpoint of step {self.origin.step}"
         how = f"up to rounding, {self.tolerance:g} x max(1, |number|)" if self.tolerance else "to the bit"
-        steps = range(self.origin.step + 1 if self.origin else 1, self.step + 1)
-        seconds = sum(self.rows.get(step, {}).get("timing_s/step") or 0.0 for step in steps)
+        seconds = sum(row.get("timing_s/step") or 0.0 for step, row in self.rows.items() if first <= step <= self.step)
         what = f"replay of step {self.step} of {self.run} from {start}; compared {how}"
-        took = f"steps to compute: {len(steps)}, which took the run {seconds:.1f} s without evaluations"
+        took = f"steps to compute: {self.step - first + 1}, which took the run {seconds:.1f} s without evaluations"
         return "\n".join([what, took, *(f"note: {note}" for note in self.notes)])
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A step that was computed again. `print` shows it."""
-
-    comparisons: Sequence[Comparison]  # of each step that was computed
-    missing: Sequence[str]  # what cannot be compared
-    table: str  # of the group that was asked for
-    failure: str  # why a step could not be computed
-
-    @property
-    def equal(self) -> bool:
-        """Whether everything that the run has recorded was found again."""
-        return not self.differences and not self.failure
-
-    @property
-    def differences(self) -> list[Difference]:
-        """All differences by step, those of a step in the order in which it computes."""
-        found = [difference for one in self.comparisons for difference in one.differences]
-        return sorted(found, key=lambda one: (one.step, [*PARTS].index(one.part)))
-
-    def __str__(self) -> str:
-        shown = [one for one in self.comparisons if one.differences or one is self.comparisons[-1]]
-        lines = [line for one in shown for line in (f"step {one.step}:", *one.lines())]
-        lines += [f"not compared: {one}" for one in self.missing] + [self.table] * bool(self.table)
-        lines += [f"the replay ends: {self.failure}"] * bool(self.failure)
-        for one in self.differences[:1]:
-            lines.append(f"first difference: step {one.step}, {one.part}: {one}")
-        return "\n".join([*lines, *["equal"] * self.equal])
 
 
 def replay(
@@ -140,23 +108,24 @@ def replay(
 def planned(run: str | Path, step: int, tolerance: float | None, options: Mapping[str, Any] | Sequence[str]) -> Plan:
     """How a step can be computed again; `options` by key, or as on the command line. InputError if it cannot."""
     folder = expanded(run)
-    config = read_config(folder) if folder.is_dir() and not is_address(str(run)) else None
-    if config is None:
+    recorded = read_config(folder) if folder.is_dir() and not is_address(str(run)) else None
+    if recorded is None:
         raise InputError(f"{run} must be a folder of this machine with the config.json of a run: give its workdir")
-    recorded, rows = config, {row["step"]: row for row in metrics_of(record_of(folder, METRICS))}
+    rows = {row["step"]: row for row in metrics_of(record_of(folder, METRICS))}
     if step not in (done := [number for number in rows if number]):
         has = f"{min(done)} to {max(done)}" if done else "none yet"
         raise InputError(f"--step={step} must be a training step that {run} has done: {has}; choose one of these")
     if isinstance(options, Mapping):
-        config = with_changes(config, options)
-    elif options:
-        config = read_options(["replay", f"--config={folder / 'config.json'}", *options])[0]
+        config = with_changes(recorded, options)
+    else:
+        given = ["replay", f"--config={folder / 'config.json'}", *options]
+        config = read_options(given)[0] if options else recorded
     before, after = flat(recorded), flat(config)
-    given = [key for key, value in after.items() if before[key] != value and key != "workdir"]
+    changed = [key for key, value in after.items() if before[key] != value and key != "workdir"]
     config, there = _here(folder, config)
     if tolerance is None:
-        tolerance = ROUNDING if there or any(key.startswith(OF_ROUNDING) for key in given) else 0.0
-    notes = [*_notes(folder, config), *there, *(f"with {key}={after[key]}" for key in given)]
+        tolerance = ROUNDING if there or any(key.startswith(OF_ROUNDING) for key in changed) else 0.0
+    notes = [*_notes(folder, config), *there, *(f"with {key}={after[key]}" for key in changed)]
     return Plan(folder, config, step, _origin(folder, recorded, step), rows, tolerance, notes)
 
 
@@ -170,19 +139,16 @@ def _origin(folder: Path, config: Config, step: int) -> Origin | None:
         return find_checkpoint(other) if other else None
     except InputError as error:
         later = f"steps after {saved[0]} can be replayed" if saved else "no step can be replayed"
-        raise InputError(
-            f"no checkpoint precedes step {step}, and the run's beginning is gone: {error}; {later}"
-        ) from (error)
+        problem = f"no checkpoint precedes step {step}, and the run's beginning is gone: {error}; {later}"
+        raise InputError(problem) from error
 
 
 def _here(folder: Path, config: Config) -> tuple[Config, list[str]]:
     """`config` with a mesh of the devices that are here, and how the run's machine differs, in words."""
-    own, notes = environment(), []
     try:
-        run = recorded_environment(folder)
-        pairs = [(name, run[name], own[name]) for name in ("devices", "processes", "host")]
-        pairs += [(name, run["versions"][name], own["versions"][name]) for name in ("jax", "jaxlib")]
-        notes = [f"the run's {name}: {old}; here: {new}" for name, old, new in pairs if old != new]
+        machines = [one | one["versions"] for one in (recorded_environment(folder), environment())]
+        pairs = {name: [one[name] for one in machines] for name in ("devices", "processes", "host", "jax", "jaxlib")}
+        notes = [f"the run's {name}: {old}; here: {new}" for name, (old, new) in pairs.items() if old != new]
     except (OSError, ValueError, KeyError, TypeError):
         notes = ["the run's environment.json cannot be read: its machine is not known"]
     fixed, count = config.mesh.fsdp * config.mesh.expert * config.mesh.tensor, len(jax.devices())
@@ -233,19 +199,18 @@ def carried_out(plan: Plan, group: int | None = None) -> Replay:
             closing(Checkpoints(directory, config.trainer, read_only=True)) as checkpoints,
             open_run(with_downloads(config), initial_step=plan.origin.step if plan.origin else 0) as run,
         ):
-            return _Replaying(plan, Path(folder), checkpoints, run, group).result()
+            return _Replaying(plan, checkpoints, run, group).result()
 
 
 class _Replaying:
     """The steps of a plan under way: what each makes, and how it compares."""
 
-    def __init__(self, plan: Plan, folder: Path, checkpoints: Checkpoints, run: Run, group: int | None) -> None:
-        self._plan, self._folder, self._checkpoints, self._group = plan, folder, checkpoints, group
-        self._watch, self._step = UpdateWatch(run), 0
-        self._run = dataclasses.replace(run if group is None else self._watch.watched(), observe=self._observe)
+    def __init__(self, plan: Plan, checkpoints: Checkpoints, run: Run, group: int | None) -> None:
+        self._plan, self._checkpoints, self._number = plan, checkpoints, group
+        self._watch, self._step, self._found = UpdateWatch(run), 0, Replay(plan.tolerance)
+        self._run = dataclasses.replace(run if group is None else self._watch.run, observe=self._observe)
         self._next, self._rounds = list[Round](), list[Round]()
         self._rows: dict[int, Mapping[str, float]] = {}
-        self._comparisons = list[Comparison]()
 
     def _observe(self, made: Round | Batch) -> None:
         """What is judged before a batch is made belongs to its step; with rollout_ahead, what follows to the next."""
@@ -258,24 +223,22 @@ class _Replaying:
 
     def result(self) -> Replay:
         """Computes and compares all steps."""
-        missing, table, failure = list[str](), "", ""
         try:
             for state, sampled in self._steps():
-                self._compare(sampled)
-                if state.progress.step == self._plan.step:
-                    missing, table = self._compare_checkpoint(state), self._table(sampled)
-        except InputError:
-            raise
+                groups = self._compare(sampled)
+                if self._step == self._plan.step:
+                    self._found.not_compared = self._compare_checkpoint(state)
+                    self._found.table = self._table(groups, sampled)
         except RuntimeError as error:  # such as too few groups, with another verifier
-            failure = str(error)
-        return Replay(self._comparisons, missing, table, failure)
+            self._found.same("kept groups", f"the end of step {self._step}", "a row of metrics", str(error))
+        return self._found
 
     def _steps(self) -> Iterator[tuple[RunState, Collected]]:
         """Computes the steps as training does; gives of each the state after it, and what it has trained on."""
         run, origin, sampled = self._run, self._plan.origin, None
         state = restore_state(run, self._checkpoints, origin) if origin else first_state(run)
-        trainer, on_step = run.config.trainer, self._rows.__setitem__
-        with RunRecords(self._folder, trainer, resume_step=None, on_step=on_step) as records:
+        on_step = self._rows.__setitem__
+        with RunRecords(run.config.workdir, run.config.trainer, resume_step=None, on_step=on_step) as records:
             while True:
                 if state.progress.unrecorded is not None:
                     state = conclude_step(run, self._checkpoints, records, state)
@@ -284,52 +247,58 @@ class _Replaying:
                 if state.progress.step == self._plan.step:
                     return
                 self._step, start = state.progress.step + 1, time.perf_counter()
+                self._found.begin(self._step)
                 sampled, stream = next_batch(run, state)
                 if sampled.solved:
-                    raise RuntimeError(f"in step {self._step} the data is solved here, which it was not in the run")
+                    raise RuntimeError("the data is solved here")
                 sampled.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
                 state = train_step(run, records, state, sampled, stream, start)
+                if sampled.experience is None:  # there was no batch
+                    self._rounds, self._next = self._next, []
 
-    def _compare(self, sampled: Collected) -> None:
-        """Compares the samples and metrics of a step."""
-        comparison = Comparison(self._step, self._plan.tolerance)
-        self._comparisons.append(comparison)
-        recorded, found = (_samples(folder, self._step) for folder in (self._plan.run, self._folder))
-        groups = groups_of(self._rounds, sampled)
-        comparison.samples(of_kind(recorded, held_out=False), groups, self._run.sampler.tokenizer)
+    def _compare(self, sampled: Collected) -> list[Group]:
+        """Compares samples and metrics of a step. All its groups by prompt number, also those that are carried in."""
+        decode, trained = self._run.sampler.tokenizer.decode, sampled.experience
+        parts = [] if trained is None else [(trained, [True] * len(trained))]
+        parts += [(one.experience, one.keep.tolist()) for one in self._rounds]
+        found: dict[int, Group] = {}
+        for experience, keep in parts:
+            for index, number in enumerate(experience.numbers.tolist()):
+                prompt = decode(experience.prompts[index], skip_special_tokens=False)
+                found[number] = Group(experience, index, keep[index], prompt)
+        groups = [found[number] for number in sorted(found)]
+        if (path := sample_files(self._plan.run).get(self._step)) is not None:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            self._found.samples([json.loads(line) for line in lines], groups)
         if self._step in self._plan.rows:
-            comparison.rows(self._plan.rows[self._step], self._rows[self._step])
-        comparison.held_out(of_kind(recorded, held_out=True), of_kind(found, held_out=True))
+            self._found.rows(self._plan.rows[self._step], self._rows[self._step])
+        return groups
 
     def _compare_checkpoint(self, state: RunState) -> list[str]:
         """Compares the state after the step with its checkpoint; returns what cannot be compared, in words."""
-        comparison, others = self._comparisons[-1], "tokens and log-probabilities of responses that are not in samples/"
+        compared, others = self._found, "tokens and log-probabilities of responses that are not in samples/"
         if self._step not in self._checkpoints.steps():
             return [others, f"weights: step {self._step} has no checkpoint"]
         saved, stream = self._checkpoints.record(self._step)
         found = saved_arrays(state, self._run.problems.train_set)
-        comparison.arrays("state", {**stream, "engine": {}}, {**found, "engine": {}})
-        if comparison.tolerance or not saved.arrays:
+        compared.arrays("state", {**stream, "engine": {}}, {**found, "engine": {}})
+        if compared.tolerance or not saved.arrays:
             return [others, "weights: their checksums say nothing about rounding"]
         models = {name: one for name, one in vars(state.models).items() if one is not None}
         for name, checksum in checksums(models).items():
-            comparison.same("weights", f"the checksum of {name}", saved.arrays.get(name), checksum)
+            compared.same("weights", f"the checksum of {name}", saved.arrays.get(name), checksum)
         return [others]
 
-    def _table(self, sampled: Collected) -> str:
+    def _table(self, groups: Sequence[Group], sampled: Collected) -> str:
         """The table of the group that is asked for."""
-        if self._group is None:
+        if (number := self._number) is None:
             return ""
-        groups = groups_of(self._rounds, sampled)
-        if not 1 <= self._group <= len(groups):
-            raise InputError(f"--group={self._group} must be a group of step {self._step}: 1 to {len(groups)}")
-        return group_table(groups, self._group, self._watch, self._run)
-
-
-def _samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The recorded responses of a step."""
-    path = sample_files(folder).get(step)
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path else []
+        if not 1 <= number <= len(groups):
+            raise InputError(f"--group={number} must be a group of step {self._step}: 1 to {len(groups)}")
+        group, trained = groups[number - 1], [] if sampled.experience is None else sampled.experience.numbers.tolist()
+        own = int(group.experience.numbers[group.index])
+        place = trained.index(own) if own in trained else None
+        return f"group {number} of {len(groups)}: {group_table(group, place, self._watch)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -340,8 +309,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tolerance", type=float, help="0 on the run's devices, else 1e-4, unless given")
     given, options = parser.parse_known_args(arguments)
     with refusals(["replay", *options]):
-        plan = planned(given.run, given.step, given.tolerance, options)
-        say(plan)
-        found = carried_out(plan, given.group)
-        say(found)
+        say(plan := planned(given.run, given.step, given.tolerance, options))
+        say(found := carried_out(plan, given.group))
     sys.exit(0 if found.equal else 1)

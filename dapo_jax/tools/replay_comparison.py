@@ -1,17 +1,23 @@
-"""Host: compares a step that was computed again with what the run has recorded of it."""
+"""Host: compares steps that are computed again with what the run has recorded; one group's way through a step."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dapo_jax.data.experience import OWN_SCORES, Collected, Experience
-from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.dynamic_sampling.rounds import Round
+from dapo_jax.algorithms.arguments import chosen
+from dapo_jax.algorithms.named import named_loss
+from dapo_jax.data.containers import Batch
+from dapo_jax.data.experience import OWN_SCORES, Experience
+from dapo_jax.learner.actor import loss_options
+from dapo_jax.learner.batch import policy_statistics
+from dapo_jax.learner.update import mini_batches
+from dapo_jax.monitor.console import aligned
 from dapo_jax.monitor.records import CLOCK
+from dapo_jax.run.parts import Run
 from dapo_jax.training.sample_texts import HELD_OUT_KIND
 
 # Besides the clock: what depends on the machine, or on how often something was asked before.
@@ -32,7 +38,7 @@ PARTS = {  # what a step computes, in its order: the metrics of each begin so, t
     "state": (),
 }
 ABSENT = "absent"
-_TEXTS = ("kind", "task", "prompt", "response", "turns", "ground_truth", "length")  # of a sample, besides its scores
+_TEXTS = ("kind", "prompt", "response", "turns", "ground_truth", "length")  # of a sample, besides its scores
 
 
 class Difference(NamedTuple):
@@ -48,30 +54,67 @@ class Difference(NamedTuple):
         return f"{self.name} is {short(self.found)}, the run has {short(self.recorded)}"
 
 
-@dataclass
-class Comparison:
-    """What was compared of a step: of each part how much, and what differs; numbers up to `tolerance`."""
+class Group(NamedTuple):
+    """A group that a step has judged, or trained on."""
 
-    step: int
-    tolerance: float
-    counts: dict[str, int] = field(default_factory=dict)
-    differences: list[Difference] = field(default_factory=list)
+    experience: Experience
+    index: int  # in the experience
+    kept: bool
+    prompt: str  # as samples have it
+
+    def response(self, sample: int) -> tuple[str, int]:
+        """Text and length."""
+        return self.experience.texts[self.index][sample], int(self.experience.lengths[self.index, sample])
+
+    def scores(self, sample: int) -> dict[str, float]:
+        """Each score that a response has."""
+        found = {name: float(values[self.index, sample]) for name, values in self.experience.scores.items()}
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+class Replay:
+    """Steps that were computed again, each compared with what the run has recorded. `print` shows the last one.
+
+    Args:
+        tolerance: numbers may differ by so much, times the recorded number if that is above 1.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance, self.step, self._differences = tolerance, 0, list[Difference]()
+        self.counts: dict[str, int] = {}  # how much was compared of each part of the last step
+        self.not_compared: list[str] = []
+        self.table = ""  # of the group that was asked for
+
+    def begin(self, step: int) -> None:
+        """Compares a further step from now on."""
+        self.step, self.counts = step, {}
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that the run has recorded was found again."""
+        return not self._differences
+
+    @property
+    def differences(self) -> list[Difference]:
+        """By step, those of a step in the order in which it computes; the others may follow from the first."""
+        return sorted(self._differences, key=lambda one: (one.step, [*PARTS].index(one.part)))
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}:"]
+        for part in filter(self.counts.get, PARTS):
+            differing = [str(one) for one in self._differences if (one.step, one.part) == (self.step, part)]
+            several = f"{len(differing)} of {self.counts[part]} differ: {''.join(differing[:1])}"
+            lines.append(f"  {part:<18} {several if differing else f'{self.counts[part]} equal'}")
+        lines += [f"not compared: {one}" for one in self.not_compared] + [self.table] * bool(self.table)
+        first = [f"first difference: step {one.step}, {one.part}: {one}" for one in self.differences[:1]]
+        return "\n".join(lines + (first or ["equal"]))
 
     def same(self, part: str, name: str, recorded: Any, found: Any) -> bool:
         """Counts a number or a text of `part`, and keeps it if it differs."""
         self.counts[part] = self.counts.get(part, 0) + 1
         if not (equal := _equal(recorded, found, self.tolerance)):
-            self.differences.append(Difference(self.step, part, name, recorded, found))
+            self._differences.append(Difference(self.step, part, name, recorded, found))
         return equal
-
-    def lines(self) -> list[str]:
-        """A line for each part that was compared."""
-        lines = []
-        for part in filter(self.counts.get, PARTS):
-            differing, count = [one for one in self.differences if one.part == part], self.counts[part]
-            result = f"{len(differing)} of {count} differ: {differing[0]}" if differing else f"{count} equal"
-            lines.append(f"  {part:<18} {result}")
-        return lines
 
     def rows(self, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         """Compares the metrics of the step."""
@@ -80,36 +123,30 @@ class Comparison:
                 begins = [(len(one), part) for part, names in PARTS.items() for one in names if name.startswith(one)]
                 self.same(max(begins)[1], name, recorded.get(name, ABSENT), found.get(name, ABSENT))
 
-    def samples(self, recorded: Sequence[Mapping[str, Any]], groups: Sequence["Group"], tokenizer: Tokenizer) -> None:
+    def samples(self, recorded: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> None:
         """Looks for each recorded response among those of `groups`, and compares its verdict and rewards."""
-        places: dict[str, list[tuple[int, int]]] = {}
-        for number, group in enumerate(groups):
-            samples = range(len(group.experience.texts[group.index]))
-            places.setdefault(group.prompt(tokenizer), []).extend((number, sample) for sample in samples)
-        for one in recorded:
+        for one in (one for one in recorded if one["kind"] != HELD_OUT_KIND):
             prompt, wanted = one["prompt"], (one["response"], one["length"])
-            if not self.same("prompts", "a prompt", prompt, prompt if prompt in places else "not sampled"):
+            asked = [(number, group) for number, group in enumerate(groups, start=1) if group.prompt == prompt]
+            if not self.same("prompts", "a prompt", prompt, prompt if asked else "not sampled"):
                 continue
-            texts = {place: groups[place[0]].response(place[1]) for place in places[prompt]}
-            matching = [place for place, text in texts.items() if text == wanted]
-            found = wanted if matching else next(iter(texts.values()))
+            places = [
+                (number, group, at) for number, group in asked for at in range(group.experience.finished.shape[1])
+            ]
+            matching = [place for place in places if place[1].response(place[2]) == wanted]
+            found = wanted if matching else asked[0][1].response(0)
             if not self.same("tokens", f"a response to {short(prompt)}, with its length,", wanted, found):
                 continue
             scores = {name: value for name, value in one.items() if name not in _TEXTS}
-            all_scores = {place: groups[place[0]].scores(place[1]) for place in matching}
-            # Of several equal responses, the one whose scores are closest.
-            place = min(matching, key=lambda at: sum(all_scores[at].get(name) != scores[name] for name in scores))
-            for name in scores | all_scores[place]:
-                where = f"group {place[0] + 1}, response {place[1] + 1}, {short(wanted[0])} to {short(prompt)}: {name}"
-                part = "rewards" if name in OWN_SCORES else "verdicts"
-                self.same(part, where, scores.get(name, ABSENT), all_scores[place].get(name, ABSENT))
 
-    def held_out(self, recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
-        """Compares the responses to held-out problems, which every evaluation records in the same order."""
-        for number, (before, now) in enumerate(zip(recorded, found, strict=False), start=1):
-            for name in before | now:
-                where = f"response {number}: {name}"
-                self.same("held-out problems", where, before.get(name, ABSENT), now.get(name, ABSENT))
+            def unlike(place: tuple[int, Group, int], scores: Mapping[str, Any] = scores) -> int:
+                return sum(place[1].scores(place[2]).get(name) != value for name, value in scores.items())
+
+            number, group, at = min(matching, key=unlike)  # of several equal responses
+            for name in scores | (now := group.scores(at)):
+                where = f"group {number}, response {at + 1}, {short(wanted[0])} to {short(prompt)}: {name}"
+                part = "rewards" if name in OWN_SCORES else "verdicts"
+                self.same(part, where, scores.get(name, ABSENT), now.get(name, ABSENT))
 
     def arrays(self, part: str, recorded: Any, found: Any) -> None:
         """Compares arrays, nested by name; of one that differs, the first number that does is kept."""
@@ -125,52 +162,8 @@ class Comparison:
                 near = np.abs(new - old) <= self.tolerance * np.maximum(1.0, np.abs(old))
                 equal = equal | near | np.isnan(new) & np.isnan(old)
             place = tuple(np.argwhere(~equal)[0].tolist()) if not np.all(equal) else None
-            of_place = (0, 0) if place is None else (old[place].item(), new[place].item())
-            self.same(part, name if place is None else f"{name}{list(place)}", *of_place)
-
-
-class Group(NamedTuple):
-    """A group that a step has judged, or trained on."""
-
-    experience: Experience
-    index: int  # in the experience
-    kept: bool
-    trained: int | None  # its place in the batch
-
-    def prompt(self, tokenizer: Tokenizer) -> str:
-        """Its text, as samples have it."""
-        return tokenizer.decode(self.experience.prompts[self.index], skip_special_tokens=False)
-
-    def response(self, sample: int) -> tuple[str, int]:
-        """Text and length."""
-        return self.experience.texts[self.index][sample], int(self.experience.lengths[self.index, sample])
-
-    def scores(self, sample: int) -> dict[str, float]:
-        """Each score that a response has."""
-        found = {name: float(values[self.index, sample]) for name, values in self.experience.scores.items()}
-        return {name: value for name, value in found.items() if not math.isnan(value)}
-
-
-def groups_of(rounds: Sequence[Round], sampled: Collected) -> list[Group]:
-    """All groups of a step by prompt number: those judged in it, and those it trains on from earlier steps."""
-    trained = sampled.experience
-    places = {} if trained is None else {number: place for place, number in enumerate(trained.numbers.tolist())}
-    found = {number: Group(trained, place, True, place) for number, place in places.items()} if trained else {}
-    for one in rounds:
-        for index, number in enumerate(one.experience.numbers.tolist()):
-            found[number] = Group(one.experience, index, bool(one.keep[index]), places.get(number))
-    return [found[number] for number in sorted(found)]
-
-
-def of_kind(samples: Sequence[Mapping[str, Any]], *, held_out: bool) -> list[Mapping[str, Any]]:
-    """The recorded responses to held-out problems, or those to training problems."""
-    return [one for one in samples if (one["kind"] == HELD_OUT_KIND) == held_out]
-
-
-def short(value: Any) -> str:
-    """A value on one line, a long text shortened."""
-    text = value if value in (ABSENT, "not sampled") else repr(value)
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-12:]}"
+            values = (0, 0) if place is None else (old[place].item(), new[place].item())
+            self.same(part, name if place is None else f"{name}{list(place)}", *values)
 
 
 def _equal(recorded: Any, found: Any, tolerance: float) -> bool:
@@ -179,3 +172,76 @@ def _equal(recorded: Any, found: Any, tolerance: float) -> bool:
     if all(isinstance(one, int | float) for one in values):
         return abs(values[0] - values[1]) <= tolerance * max(1.0, abs(values[0]))
     return values[0] == values[1]
+
+
+def short(value: Any) -> str:
+    """A value on one line, a long text shortened."""
+    text = value if value in (ABSENT, "not sampled") else repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-12:]}"
+
+
+class UpdateWatch:
+    """Computes the log-probabilities of a step's batch before each of its optimizer steps, by one more forward pass."""
+
+    def __init__(self, run: Run) -> None:
+        self.batch: Batch | None = None  # whose updates are watched
+        self._learner, self._logprobs = run.learner, list[np.ndarray]()
+        operands = (actor := run.learner.networks.actor).trainable.operands
+
+        def of_step(params: Any) -> Any:
+            if self.batch is not None:
+                self._logprobs.append(policy_statistics(self._learner, params, self.batch).logprobs)
+            return operands(params)
+
+        trainable = dataclasses.replace(actor.trainable, operands=of_step)  # pyright: ignore[reportArgumentType]
+        networks = dataclasses.replace(run.learner.networks, actor=dataclasses.replace(actor, trainable=trainable))
+        self.run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, networks=networks))  # is watched
+
+    def clipped(self, row: int) -> str:
+        """Tokens of a row that the loss clipped, over all epochs; "-" if it says of no token whether it clips it."""
+        batching, batch, count = self._learner.batching, self.batch, 0.0
+        if batch is None or not self._logprobs or self._learner.networks.actor.select is not None:
+            return "-"
+        function = named_loss(batching.actor.policy_loss.loss_mode)
+        numbered = dataclasses.replace(batch, group_ids=np.arange(len(batch.mask)))
+        parts = [
+            one for one in mini_batches(numbered, batching.trained["actor"].mini_batch_rows) if one.loss_mask.any()
+        ]
+        for logprobs, part in zip(self._logprobs, parts * batching.actor.ppo_epochs, strict=False):
+            if row in part.group_ids:
+                weights = np.ones_like(logprobs) if batch.importance_weights is None else batch.importance_weights
+                further = {**loss_options(batching.actor), "importance_weights": weights[row : row + 1]}
+                arrays = (logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
+                _, metrics = function(*(one[row : row + 1] for one in arrays), **chosen(function, further))
+                if "pg_clipfrac" not in metrics:
+                    return "-"
+                count += float(metrics["pg_clipfrac"].total)
+        return f"{count:g}"
+
+
+def group_table(group: Group, trained: int | None, watch: UpdateWatch) -> str:
+    """The way of a group through its step; `trained`: its place in the batch."""
+    experience, index, batch, rows = group.experience, group.index, watch.batch, []
+    for sample, text in enumerate(experience.texts[index]):
+        cells = {"response": str(sample + 1)} | {name: f"{value:g}" for name, value in group.scores(sample).items()}
+        cells["tokens"] = str(group.response(sample)[1])
+        if trained is not None and batch is not None:
+            row = trained * len(experience.texts[index]) + sample
+            values = batch.advantages[row][batch.policy_mask[row]]
+            ends = dict.fromkeys(f"{one:.4g}" for one in (values.min(initial=np.inf), values.max(initial=-np.inf)))
+            cells |= {"advantage": " to ".join(ends), "trained": str(int(batch.loss_mask[row].sum()))}
+            cells["clipped"] = watch.clipped(row)
+        rows.append(cells | {"text": short(text)})
+    metric = watch.run.config.algorithm.filter_groups.metric
+    values = experience.scores.get(metric, experience.scores["seq_reward"])[index]
+    way = f"kept, group {trained + 1} of the batch" if trained is not None else "kept, but not trained on"
+    way = way if group.kept else "dropped by the filter"
+    truth = watch.run.problems.train_set.rows[experience.rows[index]].truth_text
+    return "\n".join(
+        [
+            f"{short(group.prompt)}, ground truth {short(truth)}",
+            f"sampled after step {experience.versions[index]}; {metric}: mean {np.nanmean(values):.4g}, standard "
+            f"deviation {np.nanstd(values):.4g}; {way}",
+            aligned(rows),
+        ]
+    )

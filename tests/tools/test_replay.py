@@ -57,8 +57,8 @@ def test_only_what_was_changed_in_the_records_differs_and_nothing_is_written(who
         whole[2][3]["actor/grad_norm"],
     )
     assert (other.name, other.found) == ("actor/no_such", "absent")
-    counts = found.comparisons[0].counts
-    assert [one.step for one in found.comparisons] == [3] and counts["prompts"] == 8
+    counts = found.counts
+    assert found.step == 3 and counts["prompts"] == 8
     assert counts["weights"] > 20 and counts["state"] > 4, "the checkpoint of the step has them"
 
 
@@ -72,7 +72,11 @@ def test_what_cannot_be_computed_again_is_refused_in_one_line(whole, tmp_path, c
         (whole[0] / "metrics.jsonl", 1, "must be a folder of this machine"),
         (whole[0], 0, "--step=0 must be a training step that .* has done: 1 to 4"),
         (whole[0], 5, "--step=5 must be a training step .*: 1 to 4"),
-        (branch, 1, "no checkpoint precedes step 1, and the run's beginning is gone: .*; steps after 1 can be replayed"),
+        (
+            branch,
+            1,
+            "no checkpoint precedes step 1, and the run's beginning is gone: .*; steps after 1 can be replayed",
+        ),
     )
     for run, step, message in cases:
         with pytest.raises(InputError, match=message):
@@ -108,7 +112,7 @@ def test_the_command_ends_with_0_and_shows_a_group(whole, capsys, monkeypatch):
         cli.main(["replay", str(whole[0]), "--step", "1", "--group", "2"])
     text, [watch] = capsys.readouterr().out, watches
     assert end.value.code == 0 and text.endswith("\nequal\n") and "\ngroup 2 of 8" in text
-    assert "kept, in the batch as" in text and "advantage  trained  clipped" in text
+    assert "kept, group " in text and "advantage  trained  clipped" in text
     tokens, rows = watch.batch.loss_mask.sum(), range(len(watch.batch.mask))
     clipped = sum(float(watch.clipped(row)) for row in rows)
     assert clipped > 3 and clipped / tokens == pytest.approx(whole[2][1]["actor/pg_clipfrac"], rel=1e-6)
@@ -124,7 +128,7 @@ def test_verdicts_of_a_verifier_that_has_changed_are_named(tmp_path):
     own_function(tmp_path, "return float(solution[:1] != ground_truth)")
     found = dx.replay(tmp_path / "run", 2)
     first = found.differences[0]
-    assert (first.step, first.part) == (1, "verdicts") and "step 1" in str(found) and not found.equal
+    assert (first.step, first.part) == (1, "verdicts") and "\nfirst difference: step 1, verdicts: group" in str(found)
     [note] = module.planned(tmp_path / "run", 2, None, ()).notes
     assert note.startswith("reward.function=") and "is not" in note
 
@@ -144,7 +148,7 @@ def test_a_run_that_was_killed_and_resumed_is_computed_again(tmp_path, monkeypat
 @pytest.mark.slow
 def test_on_another_mesh_numbers_are_equal_up_to_rounding(whole):
     found = dx.replay(whole[0], 3, **{"mesh.fsdp": 4})
-    assert found.comparisons[0].tolerance == 1e-4 and found.equal, str(found)
+    assert found.tolerance == 1e-4 and found.equal, str(found)
     assert not dx.replay(whole[0], 3, tolerance=0.0, **{"mesh.fsdp": 4}).equal
 
 
@@ -170,5 +174,4 @@ def test_steps_of_every_kind_of_run_are_computed_again(tmp_path, changes):
     assert found.equal and found.table, str(found)
     shutil.rmtree(tmp_path / "checkpoints" / "2")
     found = dx.replay(tmp_path, 4)  # from the beginning, with the checkpoint of step 4 to compare with
-    assert found.equal and [one.step for one in found.comparisons] == [1, 2, 3, 4], str(found)
-    assert found.comparisons[-1].counts["weights"] > 20
+    assert found.equal and found.counts["weights"] > 20 and found.counts["state"] > 4, str(found)
