@@ -51,6 +51,7 @@ runs_every_command() {
   dapo-jax export --config tiny --output exported
   dapo-jax preflight --config tiny --json preflight.json > preflight.txt
   dapo-jax monitor runs/tiny
+  dapo-jax replay runs/tiny --step 2
   dapo-jax report runs/tiny
   dapo-jax sweep --config tiny --seeds 0 --output runs/sweep trainer.total_training_steps=2
   dapo-jax env > env.md

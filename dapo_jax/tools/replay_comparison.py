@@ -118,7 +118,7 @@ class Replay:
 
     def rows(self, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         """Compares the metrics of the step."""
-        for name in recorded | found:
+        for name in {**recorded, **found}:
             if name != "step" and not name.startswith(NOT_COMPARED):
                 begins = [(len(one), part) for part, names in PARTS.items() for one in names if name.startswith(one)]
                 self.same(max(begins)[1], name, recorded.get(name, ABSENT), found.get(name, ABSENT))
@@ -168,10 +168,10 @@ class Replay:
 
 def _equal(recorded: Any, found: Any, tolerance: float) -> bool:
     """Whether two values are the same; JSON has null for a number that is not finite."""
-    values = [None if isinstance(one, float) and not math.isfinite(one) else one for one in (recorded, found)]
-    if all(isinstance(one, int | float) for one in values):
-        return abs(values[0] - values[1]) <= tolerance * max(1.0, abs(values[0]))
-    return values[0] == values[1]
+    old, new = (None if isinstance(one, float) and not math.isfinite(one) else one for one in (recorded, found))
+    if isinstance(old, int | float) and isinstance(new, int | float):
+        return abs(old - new) <= tolerance * max(1.0, abs(old))
+    return old == new
 
 
 def short(value: Any) -> str:
