@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 from environments.test_episodes import FILE
+from judge_server import Answer, judge_server
+from rewards.test_judged import judged
 from small_run import Killed, at_call, copied, kill, own_function, small_config
 
 import dapo_jax as dx
@@ -134,6 +136,15 @@ def test_verdicts_of_a_verifier_that_has_changed_are_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_judge_is_not_asked_again(tmp_path):
+    with judge_server() as server:
+        server.rule = lambda prompt: Answer(f"Score: {len(prompt) % 10}")
+        train(judged(server, tmp_path))
+        asked = len(server.asked)
+        assert dx.replay(tmp_path, 3).equal and len(server.asked) == asked > 8
+
+
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed_is_computed_again(tmp_path, monkeypatch):
     config = small_config(tmp_path, **SAVED)
     with monkeypatch.context() as patch:
@@ -173,5 +184,7 @@ def test_steps_of_every_kind_of_run_are_computed_again(tmp_path, changes):
     found = dx.replay(tmp_path, 3, group=1)  # from the checkpoint of step 2
     assert found.equal and found.table, str(found)
     shutil.rmtree(tmp_path / "checkpoints" / "2")
+    before = files_of(tmp_path)
     found = dx.replay(tmp_path, 4)  # from the beginning, with the checkpoint of step 4 to compare with
+    assert files_of(tmp_path) == before
     assert found.equal and found.counts["weights"] > 20 and found.counts["state"] > 4, str(found)
