@@ -1,7 +1,7 @@
 """Host: the export command: writes the policy of a checkpoint as a Hugging Face model directory.
 
     python -m dapo_jax.export --config FILE [--config.key=value ...] --output DIR [--step N] [--dtype ...] [--adapter]
-        [--push-to-hub OWNER/NAME [--private]]
+        [--keep-vision] [--push-to-hub OWNER/NAME [--private]]
 
 transformers, vLLM and model.path read the directory. The model, its adapters and the seed are those of the run in
 config.workdir, whatever FILE says. The command needs neither data nor an accelerator. On fewer devices than the run
@@ -39,10 +39,11 @@ from dapo_jax.models.identity import Identity
 from dapo_jax.models.lora import Lora, adapter_table, peft_config
 from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import with_weights, write_safetensors
+from dapo_jax.models.write_whole import check_whole, whole_config, write_whole
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.monitor.recipe import known_config, recorded_config
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.processes import gather, is_first
+from dapo_jax.parallel.processes import first_per_host, gather, is_first
 from dapo_jax.run.base_models import lora_of, read_model, trained_params, with_base
 from dapo_jax.run.checkpoint import saved_steps
 from dapo_jax.run.downloads import with_downloads
@@ -62,10 +63,17 @@ COPIED = (  # the files of a Hugging Face directory to copy, if they exist
     "chat_template.jinja",
     "chat_template.json",
 )
+PROCESSORS = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"  # of images
 
 
 def export(
-    config: Config, output: str | Path, *, step: int | None = None, dtype: str = DTYPES[0], adapter: bool = False
+    config: Config,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = DTYPES[0],
+    adapter: bool = False,
+    keep_vision: bool = False,
 ) -> int:
     """Writes the policy after training step `step` to the directory `output`, and returns the step.
 
@@ -75,10 +83,11 @@ def export(
         step: of a checkpoint in config.workdir; None means the newest.
         dtype: of the weights; float32 keeps the trained values bit for bit (adapters: merged into float32 weights).
         adapter: write only the adapters of model.lora, for PEFT, instead of a model with the adapters merged in.
+        keep_vision: write the whole model that the run's text part is from, with that part replaced.
 
     Raises:
-        InputError: `output` is not empty, there is no such checkpoint, `config` contradicts the run's config.json, or
-            `adapter` is set without model.lora.
+        InputError: `output` is not empty, there is no such checkpoint, `config` contradicts the run's config.json,
+            `adapter` is set without model.lora, or `keep_vision` without a model that takes images.
     """
     output, (config, _) = new_output(output), as_trained(config, DEFAULTS)
     directory = checkpoint_dir(config.workdir, config.trainer)
@@ -87,12 +96,30 @@ def export(
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config.model)
+    if keep_vision:
+        _whole_model(config.model.path, arch, adapter)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, expert=config.mesh.expert)
     check_weights(arch, mesh)
     params, saved = trained_params(Trained(config, directory, step), arch, mesh)
-    card = model_card(flat(config), step, adapter=adapter) if is_first() else None
-    write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card, saved=saved)
+    card = model_card(flat(config), step, adapter=adapter, images=keep_vision) if is_first() else None
+    form: Any = {"dtype": dtype, "adapter": adapter, "keep_vision": keep_vision}
+    write_policy(config, arch, tokenizer, mesh, params, output, **form, card=card, saved=saved)
     return step
+
+
+def _whole_model(path: str, arch: Architecture, adapter: bool) -> Path:
+    """The directory of the model that also takes images from which model.path=`path` is; InputError if there is none.
+
+    Every process must call it.
+    """
+    if adapter:
+        raise InputError("--adapter and --keep-vision exclude each other: leave one out")
+    first = first_model(path)
+    if first == RANDOM:
+        raise InputError("--keep-vision: a random model has no part for images: leave it out")
+    source = first_per_host(lambda: model_at(first, weights=True))
+    check_whole(source, arch, first)
+    return source
 
 
 def as_trained(config: Config, chosen: Collection[str]) -> tuple[Config, tuple[str, ...]]:
@@ -153,6 +180,7 @@ def write_policy(
     *,
     dtype: str,
     adapter: bool,
+    keep_vision: bool = False,
     card: str | None = None,
     saved: Identity | None = None,
 ) -> None:
@@ -163,6 +191,7 @@ def write_policy(
         saved: see `with_base`.
     """
     lora, shown = lora_of(config.model.lora, arch), shows_progress(config.trainer, config.monitor)
+    images_from = _whole_model(config.model.path, arch, adapter) if keep_vision else None
     with output_directory(output) as directory:
         if card is not None:
             (directory / "README.md").write_text(card, encoding="utf-8")
@@ -179,12 +208,19 @@ def write_policy(
             return
         if is_first():
             model = first_model(config.model.path)
-            if model == RANDOM:
+            if images_from is not None:
+                _copy_description(images_from, whole_config(images_from, dtype), directory)
+            elif model == RANDOM:
                 _write_description(arch, tokenizer, config.data, directory, dtype)
             else:
-                _copy_description(model_at(model, weights=False), arch, directory, dtype)
-        whole = with_base(config, arch, mesh, params, saved).params
-        _write(directory, weight_table(arch), whole, dtype, "model", shown=shown)
+                source = model_at(model, weights=False)
+                _copy_description(source, with_weights(described(source), arch, dtype), directory)
+        whole, table = with_base(config, arch, mesh, params, saved).params, weight_table(arch)
+        if images_from is None:
+            _write(directory, table, whole, dtype, "model", shown=shown)
+            return
+        with _bar(table, dtype, shown) as written:
+            write_whole(directory, images_from, arch, whole, dtype=dtype, on_tensor=written.update)
 
 
 def _adapter_config(path: str, lora: Lora) -> dict[str, Any]:
@@ -199,9 +235,13 @@ def _write(
     directory: Path, table: Sequence[Weight], params: dict[str, Any], dtype: str, name: str, *, shown: bool
 ) -> None:
     """Writes the weights as safetensors; `shown`: show a progress bar."""
-    total = sum(math.prod(weight.shape) for weight in table) * np.dtype(dtype).itemsize
-    with bar("writing the weights", total=total, unit="B", shown=shown) as written:
+    with _bar(table, dtype, shown) as written:
         write_safetensors(directory, table, params, dtype=dtype, name=name, on_tensor=written.update)
+
+
+def _bar(table: Sequence[Weight], dtype: str, shown: bool) -> Any:
+    total = sum(math.prod(weight.shape) for weight in table) * np.dtype(dtype).itemsize
+    return bar("writing the weights", total=total, unit="B", shown=shown)
 
 
 def _chosen_step(workdir: str, directory: str, step: int | None) -> int:
@@ -216,10 +256,10 @@ def _chosen_step(workdir: str, directory: str, step: int | None) -> int:
     return saved[-1] if step is None else step
 
 
-def _copy_description(source: Path, arch: Architecture, output: Path, dtype: str) -> None:
-    """Copies the files of a Hugging Face directory except its weights, with what has changed in config.json."""
-    _write_json(output / "config.json", with_weights(described(source), arch, dtype))
-    for name in COPIED:
+def _copy_description(source: Path, hf: dict[str, Any], output: Path) -> None:
+    """Copies the files of a Hugging Face directory except its weights, with config.json as `hf`."""
+    _write_json(output / "config.json", hf)
+    for name in COPIED + (PROCESSORS if "text_config" in hf else ()):
         if (source / name).exists():
             shutil.copyfile(source / name, output / name)
 
@@ -272,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=int, help="training step of the checkpoint, default the newest")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")
     parser.add_argument("--adapter", action="store_true", help="only the adapters of model.lora, for PEFT")
+    parser.add_argument("--keep-vision", action="store_true", help="the whole model with the text part replaced")
     parser.add_argument("--push-to-hub", metavar="OWNER/NAME", help="also upload it to the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="make a new repository of the hub private")
     given, rest = parser.parse_known_args(arguments)
@@ -284,7 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_first():
             for line in lines:
                 say(f"dapo_jax: {line}", sys.stderr)
-        step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
+        form: Any = {"dtype": given.dtype, "adapter": given.adapter, "keep_vision": given.keep_vision}
+        step = export(config, given.output, step=given.step, **form)
         if is_first():
             say(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
             if given.push_to_hub:

@@ -29,16 +29,18 @@ OPTIONS = (  # that say how it was trained; none is a path on this machine
 )
 
 
-def model_card(options: Mapping[str, Any], step: int, *, adapter: bool) -> str:
+def model_card(options: Mapping[str, Any], step: int, *, adapter: bool, images: bool = False) -> str:
     """The text of README.md for the policy after training step `step`.
 
     Args:
         options: of its run, by dotted key.
         adapter: it goes with PEFT's adapters instead of a whole model.
+        images: the model also takes images.
     """
     workdir, model = options["workdir"], first_model(options["model.path"])
     name = model_name(model)
-    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    task = "image-text-to-text" if images else "text-generation"
+    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": task}
     if name is not None:
         head["base_model"] = name.repository
     base = name.repository if name else "a random model" if model == RANDOM else Path(model).name

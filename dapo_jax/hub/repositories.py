@@ -14,7 +14,7 @@ from dapo_jax.hub.splits import known_splits, split_files
 
 DESCRIPTION = (  # the files of a model, besides its weights, that the run and the export read
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab*", "merges.txt", "chat_template*", "model.safetensors.index.json"),
+    *("vocab*", "merges.txt", "chat_template*", "*processor_config.json", "model.safetensors.index.json"),
 )
 
 
@@ -99,7 +99,8 @@ def _split(name: HubName) -> list[str]:
 def _weight_files(files: dict[str, int]) -> list[str]:
     """One file, or the shards of the index."""
     single = "model.safetensors"
-    return [single] if single in files else [file for file in files if fnmatchcase(file, "model-*.safetensors")]
+    shards = "model-*.safetensors", "model.safetensors-*.safetensors"  # the second are Qwen3.5's
+    return [single] if single in files else [file for file in files if any(fnmatchcase(file, one) for one in shards)]
 
 
 def _check_model(name: HubName) -> None:

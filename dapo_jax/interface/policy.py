@@ -241,13 +241,16 @@ class Policy:
         self.steps += 1
         return metrics | found
 
-    def export(self, directory: str | Path, *, dtype: str = "bfloat16", adapter: bool = False) -> None:
+    def export(
+        self, directory: str | Path, *, dtype: str = "bfloat16", adapter: bool = False, keep_vision: bool = False
+    ) -> None:
         """Writes the policy as a Hugging Face model directory, as `dapo-jax export` does.
 
         Args:
             directory: new or empty; it appears only when it is complete.
             dtype: of the weights, bfloat16 or float32.
             adapter: only the adapters of config.model.lora, for PEFT.
+            keep_vision: the whole model that the text part is from, with that part replaced.
         """
         path, rank = self.config.model.path, self.config.model.lora.rank
         if adapter and not rank:
@@ -258,7 +261,8 @@ class Policy:
                 "its own: leave it out, or export the run's by TrainResult.export or `dapo-jax export --adapter`"
             )
         output, params, mesh = new_output(directory), self._models.actor.params, self._learner.mesh
-        write_policy(self.config, self.arch, self.tokenizer, mesh, params, output, dtype=dtype, adapter=adapter)
+        form: Any = {"dtype": dtype, "adapter": adapter, "keep_vision": keep_vision}
+        write_policy(self.config, self.arch, self.tokenizer, mesh, params, output, **form)
 
     def close(self) -> None:
         """Ends what it does in the background."""

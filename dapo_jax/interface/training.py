@@ -48,15 +48,18 @@ class TrainResult:
         trained = with_values(self.config, {"model.path": self.config.workdir})
         return Policy(without_switched_off(self.config, trained, ()))
 
-    def export(self, directory: str | Path, *, dtype: str = "bfloat16", adapter: bool = False) -> None:
+    def export(
+        self, directory: str | Path, *, dtype: str = "bfloat16", adapter: bool = False, keep_vision: bool = False
+    ) -> None:
         """Writes the newest checkpoint as a Hugging Face model directory, as `dapo-jax export` does.
 
         Args:
             directory: new or empty; it appears only when it is complete.
             dtype: of the weights, bfloat16 or float32.
             adapter: only the adapters of config.model.lora, for PEFT.
+            keep_vision: the whole model that the text part is from, with that part replaced.
         """
-        export(self.config, directory, dtype=dtype, adapter=adapter)
+        export(self.config, directory, dtype=dtype, adapter=adapter, keep_vision=keep_vision)
 
 
 def train(

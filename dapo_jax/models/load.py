@@ -4,7 +4,7 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +65,12 @@ class _Expert(NamedTuple):
         _, rows, columns = self.whole.header().get_shape()
         return (rows if self.half < 0 else rows // 2), columns
 
+    @property
+    def begin(self) -> int:
+        """Where it begins in the tensor of all, in elements."""
+        rows, columns = self.get_shape()
+        return (self.number * (1 if self.half < 0 else 2) + max(self.half, 0)) * rows * columns
+
     def read(self) -> np.ndarray:
         rows, begin = self.get_shape()[0], max(self.half, 0)
         return self.whole.header()[self.number : self.number + 1][0, begin * rows : (begin + 1) * rows]
@@ -83,6 +89,26 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
             than DTYPES, up to ten together; or a tensor with a value that is not finite.
     """
     directory = model_directory(path)
+    with _opened(directory, arch) as tensors:
+        return unflatten(_placed_leaves(directory, arch, tensors, place))
+
+
+def stored_places(path: str | Path, arch: Architecture) -> dict[str, list[tuple[str, int]]]:
+    """Which weights of `arch` each tensor in the files of `path` holds: their names, and where in it each begins.
+
+    That is counted in elements: experts of a layer may lie in one tensor. ValueError: see `load_params`.
+    """
+    places: dict[str, list[tuple[str, int]]] = {}
+    with _opened(model_directory(path), arch) as tensors:
+        for name, one in tensors.items():
+            stored, begin = (one.whole.stored, one.begin) if isinstance(one, _Expert) else (one.stored, 0)
+            places.setdefault(stored, []).append((name, begin))
+    return places
+
+
+@contextmanager
+def _opened(directory: Path, arch: Architecture) -> Iterator[dict[str, Any]]:
+    """The weights of `arch` in the files of a directory, by name, checked."""
     raw = read_if_there(directory / "config.json")
     hf = text_part(raw)
     takes_images, after = hf is not raw, hf.get("num_nextn_predict_layers", 0)
@@ -92,7 +118,7 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
     tensors: dict[str, _Tensor] = {}
     problems, left_out = [], Counter[str]()
     with ExitStack() as stack:
-        for weights in _weight_files(directory):
+        for weights in weight_files(directory):
             file = stack.enter_context(_open(weights))
             for stored in file.keys():
                 name = text_name(stored) if takes_images else stored
@@ -112,7 +138,7 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
             )
         for part, count in left_out.items():
             logger.info("%s: %d tensors of %s are not read", directory, count, part)
-        return unflatten(_placed_leaves(directory, arch, whole, place))
+        yield whole
 
 
 def text_name(stored: str) -> str:
@@ -137,7 +163,7 @@ def _apart(tensors: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
     return found
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         return [single]

@@ -50,31 +50,23 @@ def write_safetensors(
     Raises:
         ValueError: `params` has other leaves than `table`.
     """
-    leaves: Any = traverse_util.flatten_dict(params)
-    found = {(path, tuple(leaf.shape)) for path, leaf in leaves.items()}
-    expected = {(weight.path, tuple(weight.shape)) for weight in table}
-    if found != expected:
-        raise InputError(
-            f"the parameters must be the weights of the table: missing {sorted(expected - found)}, "
-            f"unknown {sorted(found - expected)}: take both from one architecture"
-        )
-    if jax.process_index() != 0:
-        for weight in table:
-            _whole(leaves[weight.path])
-        return
     directory, dtype = Path(directory), np.dtype(dtype)
+    tensors = (tensor for _, tensor in named_tensors(table, params, dtype, on_tensor))
+    if jax.process_index() != 0:
+        for _ in tensors:
+            pass
+        return
     shards = _deal_out(table, dtype, max_shard_bytes)
     files = [f"{name}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [f"{name}.safetensors"]
-    tensors = _tensors(table, leaves, dtype, on_tensor)
     for file, shard in zip(files, shards, strict=True):
-        with _whole_file(directory / file) as path:
+        with whole_file(directory / file) as path:
             save_file(dict(zip(shard, tensors, strict=False)), path, metadata=METADATA)
     if len(shards) > 1:
         weight_map = {tensor: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
         total = sum(math.prod(weight.shape) * weight.stored_dtype(dtype).itemsize for weight in table)
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-        with _whole_file(directory / f"{name}.safetensors.index.json") as path:
+        with whole_file(directory / f"{name}.safetensors.index.json") as path:
             path.write_text(index, encoding="utf-8")
 
 
@@ -93,17 +85,37 @@ def _deal_out(table: Sequence[Weight], dtype: np.dtype, max_shard_bytes: int) ->
     return shards
 
 
-def _tensors(
+def named_tensors(
     table: Sequence[Weight],
-    leaves: dict[tuple[str, ...], Any],
+    params: dict[str, Any],
     dtype: np.dtype,
     on_tensor: Callable[[int], object],
-) -> Iterator[np.ndarray]:
-    """The tensors of all files, in the order of the table."""
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of all files with their names, in the order of the table; processes other than 0 get none.
+
+    For arguments and errors see `write_safetensors`; every process must exhaust it.
+    """
+    leaves: Any = traverse_util.flatten_dict(params)
+    found = {(path, tuple(leaf.shape)) for path, leaf in leaves.items()}
+    expected = {(weight.path, tuple(weight.shape)) for weight in table}
+    if found != expected:
+        raise InputError(
+            f"the parameters must be the weights of the table: missing {sorted(expected - found)}, "
+            f"unknown {sorted(found - expected)}: take both from one architecture"
+        )
+    return _named_tensors(table, leaves, dtype, on_tensor)
+
+
+def _named_tensors(
+    table: Sequence[Weight], leaves: dict[tuple[str, ...], Any], dtype: np.dtype, on_tensor: Callable[[int], object]
+) -> Iterator[tuple[str, np.ndarray]]:
     for weights in _leaves_of_tensors(table):
         whole = [_whole(leaves[weight.path]) for weight in weights]
-        for tensor in as_stored(weights[0], whole, weights[0].stored_dtype(dtype)):
-            yield tensor
+        if jax.process_index() != 0:
+            continue
+        tensors = as_stored(weights[0], whole, weights[0].stored_dtype(dtype))
+        for name, tensor in zip(weights[0].tensors, tensors, strict=True):
+            yield name, tensor
             on_tensor(tensor.nbytes)
 
 
@@ -129,7 +141,7 @@ def _whole(leaf: Any) -> np.ndarray:
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path) -> Iterator[Path]:
     """A temporary file, renamed to `path` if nothing goes wrong."""
     partial = path.with_name(path.name + ".partial")
     partial.touch()
