@@ -1,10 +1,13 @@
 """Whole runs of models with experts, and with windows: kills and meshes change nothing."""
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from preflight.test_programs import ONE_STEP, programs_of, texts_of_a_run
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from small_families import changes_of, with_tokenizer
 from small_run import DAMPED, assert_same_policy, resumed, small_config
 
@@ -89,20 +92,60 @@ def test_the_mesh_changes_no_policy(name, tmp_path):
     assert [row["response_length/mean"] for row in alone] == [row["response_length/mean"] for row in divided]
 
 
+EXCHANGE = {"mesh.expert": 2, "mesh.fsdp": 4}
+PAIRS = {  # what else a run with exchanged tokens has, and its mesh
+    "whole": ({}, EXCHANGE),
+    "adapters": ({"model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}, EXCHANGE),
+    "critic": ({"algorithm.adv_estimator": "gae", "critic.optim.eps": 1e-4}, EXCHANGE),
+    "teacher": ({"algorithm.distillation.path": "MODEL", "algorithm.distillation.form": "top_k"}, EXCHANGE),
+    "train_tensor": ({}, EXCHANGE | {"mesh.train_tensor": 2}),
+}
+
+
+def keep_experts(model, number):
+    """Rewrites a model of qwen3_moe with only its first experts."""
+    path = Path(model)
+    hf, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if all(f".experts.{i}." not in name for i in range(number, 6))}
+    kept |= {name: one[:number] for name, one in kept.items() if name.endswith("mlp.gate.weight")}
+    save_file(kept, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(hf | {"num_local_experts": number, "num_experts": number}))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.full)], ids=["whole", "adapters"])
-def test_devices_that_exchange_tokens_train_the_same_policy(lora, model, tmp_path):
-    """Eight devices with copies of all experts, and eight that divide them."""
-    changes, found = changes_of(model, **LENGTHS, **DAMPED, **{"seed": 1}), {}
-    if lora:
-        changes |= {"model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}
-    meshes = {"data": {"mesh.data": 8}, "expert": {"mesh.expert": 2, "mesh.fsdp": 4}}
-    for name, mesh in meshes.items():
-        found[name] = train(small_config(tmp_path / name, **changes, **mesh))
-    gate = found["expert"].actor.params["layers"].get("expert_gate")
-    assert lora or gate.sharding.spec[1:3] == (("expert", "tensor"), "fsdp")
-    assert_same_policy(found["expert"], jax.device_get(found["data"].actor.params), tolerance=1e-4)
-    alone, divided = (read_metrics(tmp_path / name) for name in meshes)
+@pytest.mark.long("whole", "train_tensor")
+@pytest.mark.parametrize("name", PAIRS)
+def test_devices_that_exchange_tokens_train_the_same_policy(name, model, tmp_path):
+    """Eight devices with copies of all experts, and those that divide them."""
+    (pair, mesh), found = PAIRS[name], {}
+    if name == "train_tensor":
+        keep_experts(model, 4)  # 2 x 2 divide them
+    changes = changes_of(model, **LENGTHS, **DAMPED, **{"seed": 1})
+    changes |= {key: model if value == "MODEL" else value for key, value in pair.items()}
+    meshes = {"data": {"mesh.data": 8}, "expert": mesh}
+    for folder, axes in meshes.items():
+        found[folder] = train(small_config(tmp_path / folder, **changes, **axes))
+    if name == "whole":
+        gate = found["expert"].actor.params["layers"]["expert_gate"]
+        assert gate.sharding.spec[1:3] == (("expert", "tensor"), "fsdp")
+    for network in ("actor", "critic"):
+        one, other = (getattr(found[folder], network) for folder in meshes)
+        jax.tree.map(
+            lambda *leaves: np.testing.assert_allclose(*leaves, rtol=0, atol=1e-4), *jax.device_get((one, other))
+        )
+    alone, divided = (read_metrics(tmp_path / folder) for folder in meshes)
     for key in ("response_length/mean", "critic/score/mean", "router/max_load"):
         assert [row[key] for row in alone] == pytest.approx([row[key] for row in divided], rel=1e-5)
     assert divided[-1]["rollout_corr/logprob_abs_diff_max"] < 1e-3 and divided[-1]["router/replay_differs"] < 0.1
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_and_without_devices_that_exchange_tokens(model, tmp_path):
+    changes = changes_of(model, **LENGTHS, **DAMPED, **{"seed": 1, "trainer.save_freq": 1})
+    for step, mesh in enumerate((EXCHANGE, {"mesh.data": 8}, EXCHANGE), 1):
+        last = {"trainer.total_training_steps": step}
+        found = train(small_config(tmp_path / "moved", **(changes | mesh | last)))
+    expected = train(small_config(tmp_path / "stayed", **(changes | {"mesh.data": 8} | last)))
+    assert_same_policy(found, jax.device_get(expected.actor.params), tolerance=1e-4)
+    moved, stayed = (read_metrics(tmp_path / name) for name in ("moved", "stayed"))
+    assert [row["response_length/mean"] for row in moved] == [row["response_length/mean"] for row in stayed]
