@@ -23,6 +23,7 @@ class Family:
     # layer_types says which, if it is there
     full_every: int = 0  # "typed", without layer_types: the last of so many layers attends to all tokens
     theta: float = 10000.0  # base of rotary embeddings, if config.json does not name it
+    scaling: Mapping[str, Any] = field(default_factory=dict)  # of them, if config.json says nothing of it
     local_theta: str = ""  # key of the rotary base of layers with a window, which is never scaled; empty: as all layers
     default_local_theta: float | None = None  # if config.json does not name it; None: that of the other layers
     leaves_out_rotary: bool = False  # no_rope_layers, or one of no_rope_layer_interval, have no rotary embedding
@@ -145,6 +146,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         window="typed",
         full_every=2,
         theta=1.5e5,
+        scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
         experts={"biases": True, "normalized": True},
         quantization="mxfp4",
     ),

@@ -211,7 +211,7 @@ def _rope(hf: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str,
     full, local = (value if isinstance(value := entries.get(kind), dict) else {} for kind in (FULL, SLIDING))
     above = {key: hf.get(key) for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")}
     of_windows = {} if family.local_theta == "rope_theta" else {"rope_theta": hf.get(family.local_theta)}
-    scaling = hf.get("rope_scaling") or {}
+    scaling = hf.get("rope_scaling") or (family.scaling if hf.get("rope_parameters") is None else {})
     if scaling and "rope_theta" in given and not hf.get("rope_theta"):
         problems.append("rope_scaling next to rope_parameters, whose rope_theta is then not read: merge the two")
     full = _agreed({"the top level": above, "rope_scaling": scaling, "rope_parameters": full}, problems)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dapo_jax.export.export import export
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.models.mxfp4 import decoded
+from dapo_jax.models.rope_scaling import YarnRopeScaling
 from dapo_jax.models.weights import init_params, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.training.loop import train
@@ -175,3 +177,13 @@ def test_other_activations_of_experts_are_a_matter_of_the_config():
     published = {key: value for key, value in hf.items() if not key.startswith("swiglu")}
     assert architecture_from_hf(published) == architecture_from_hf(hf)
     assert dataclasses.replace(changed, experts=architecture_from_hf(hf).experts) == architecture_from_hf(hf)
+
+
+def test_a_config_that_says_nothing_of_scaled_positions_means_those_of_the_published_models():
+    """As transformers 5.24 reads it; an empty `rope_parameters` says that there is no scaling."""
+    hf = json.loads((DATA / "gpt_oss" / "config.json").read_text())
+    del hf["rope_parameters"]
+    scaling = architecture_from_hf(hf).rope_scaling
+    assert scaling == YarnRopeScaling(32.0, 4096, attention_factor=0.1 * math.log(32) + 1, truncate=False)
+    assert architecture_from_hf(hf | {"rope_scaling": None, "rope_theta": 7.0}).rope_scaling == scaling
+    assert architecture_from_hf(hf | {"rope_parameters": {}}).rope_scaling is None
