@@ -234,6 +234,27 @@ def test_logits_in_blocks_count_their_product():
     assert program_costs(text.replace("QUERY", "24,2,128"), HOST).flops == 2 * 256 * 64 * 24
 
 
+GROUPED = """HloModule jit_f
+
+ENTRY %main (x: bf16[24,64], y: bf16[SECOND]) -> f32[RESULT] {
+  %x = bf16[24,64] parameter(0)
+  %y = bf16[SECOND] parameter(1)
+  ROOT %call.1 = f32[RESULT] custom-call(%x, %y), custom_call_target="TARGET", metadata={op_name="NAME/pallas_call"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "second", "result"),
+    [("grouped_products", "6,64,128", "24,128"), ("grouped_outer_products", "24,128", "6,64,128")],
+)
+def test_products_of_experts_count_each_row_once_however_many_experts_there_are(name, second, result):
+    text = GROUPED.replace("NAME", name).replace("SECOND", second).replace("RESULT", result)
+    costs = program_costs(text.replace("TARGET", TRITON), HOST)
+    assert costs.flops == 2 * 24 * 64 * 128 and not costs.unknown
+    assert program_costs(text.replace("TARGET", MOSAIC), HOST).unknown  # on a TPU the kernel says it itself
+
+
 def test_gpu_collectives_count_once_and_know_their_hosts():
     weights = 16 * 8 * 2
     collectives = program_costs(GPU, HOSTS).collectives
