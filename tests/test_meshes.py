@@ -18,12 +18,13 @@ from small_run import (
 )
 
 from dapo_jax.config.values import freeze
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.devices import GIB, Limits
 from dapo_jax.parallel.mesh import make_mesh, with_tensor
 from dapo_jax.preflight.report import read_shape
 from dapo_jax.run import passes
-from dapo_jax.run.meshes import make_meshes
+from dapo_jax.run.meshes import check_weights, make_meshes
 from dapo_jax.run.passes import training_bytes
 from dapo_jax.training.loop import train
 
@@ -81,6 +82,29 @@ def test_an_axis_of_experts_divides_experts_in_training_and_sampling():
     training, sampling = make_meshes(config, arch)
     assert dict(sampling.shape) == {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}
     assert dict(training.shape) == {"data": 1, "fsdp": 4, "expert": 2, "tensor": 1}
+
+
+def test_stops_that_a_state_has_seen_past_are_refused_before_anything_is_loaded():
+    arch = read_architecture(small_experts.MODEL.with_name("qwen3_5"))
+    stops = {"rollout.stop": ("\n",), "mesh.data": 8}
+    make_meshes(small_config("unused", **stops), arch)
+    with pytest.raises(ValueError, match="rollout.stop ends turns after a device has gone on"):
+        make_meshes(small_config("unused", **stops, **{"environment.path": "envs.py:Game"}), arch)
+
+
+def test_channels_of_the_last_tokens_that_tensor_does_not_divide_are_refused():
+    """Those of a single key head of odd size; sizes of published models are multiples of 128."""
+    arch = read_architecture(small_experts.MODEL.with_name("qwen3_5"))
+    odd = dataclasses.replace(arch, delta=dataclasses.replace(arch.delta, key_heads=1, key_dim=1))
+    message = (
+        "mesh.tensor=4 must divide the 150 channels that a layer .* keeps of the last tokens: set mesh.tensor=1 or 2"
+    )
+    check_weights(odd, make_mesh(1, 4, 2))
+    with pytest.raises(ValueError, match=message):
+        check_weights(odd, make_mesh(1, 2, 4))
+    with pytest.raises(ValueError) as refused:
+        check_weights(arch, make_mesh(1, 2, 4))  # whose two key heads of attention it does not divide
+    assert "last tokens" not in str(refused.value)
 
 
 def test_groups_along_tensor_stay_where_they_were():

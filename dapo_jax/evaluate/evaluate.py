@@ -44,7 +44,7 @@ from dapo_jax.run.checkpoint import saved_steps
 from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.episodes import Environments, open_environments
 from dapo_jax.run.held_out import HeldOut, Receive, evaluate
-from dapo_jax.run.meshes import check_weights, device_notes
+from dapo_jax.run.meshes import check_stops, check_weights, device_notes
 from dapo_jax.run.other_runs import Trained, find_trained
 from dapo_jax.run.parts import build_held_out, describe, open_rewards, open_sampler, read_episodes, report_devices
 from dapo_jax.run.passes import compute_dtype
@@ -146,6 +146,7 @@ def _opened(
 ) -> Iterator[_Measuring]:
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, expert=config.mesh.expert)
     check_weights(arch, mesh)
+    check_stops(config, arch, mesh)
     report_devices(device_notes(config, mesh), config.mesh, mesh)
     decode_weights = build_decode_weights(arch, compute_dtype(config.model, mesh), mesh)
 

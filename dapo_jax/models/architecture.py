@@ -55,6 +55,11 @@ class Delta:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
+    def tail_size(self) -> int:
+        """Channels of the last tokens, which the convolution takes with the next."""
+        return (self.filter_width - 1) * self.channels
+
+    @property
     def flops(self) -> float:
         """Operations of a token besides the layer's projections, one token after the other, and its convolution."""
         return 6.0 * self.value_heads * self.key_dim * self.value_dim + 2.0 * self.filter_width * self.channels

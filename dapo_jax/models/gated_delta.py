@@ -44,7 +44,7 @@ class State:
 
 def empty_state(rows: int, delta: Delta, dtype: Any) -> State:
     """Of rows without tokens."""
-    tail = jnp.zeros((rows, (delta.filter_width - 1) * delta.channels), dtype)
+    tail = jnp.zeros((rows, delta.tail_size), dtype)
     return State(tail, jnp.zeros((rows, delta.value_heads, delta.key_dim, delta.value_dim), jnp.float32))
 
 

@@ -28,7 +28,7 @@ TRAIN_RULES: Rules = {
     "mlp": ("tensor",),
     "expert": EXPERT_AXES,
     "expert_mlp": (),
-    "channels": (),  # heads of queries, keys and values together, which one convolution takes
+    "channels": (),  # queries, keys and values after each other in one leaf: even parts of it would cut no whole heads
     "router": (),
     "norm": (),
     "rank": (),

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from dapo_jax.config.derived import plays_episodes
 from dapo_jax.config.sections import Config, ModelConfig
 from dapo_jax.errors import InputError, divisors, nearest
 from dapo_jax.learner.trainable import HOST, Passes
@@ -17,6 +18,7 @@ from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, platform, split_devices, with_tensor
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible, indivisible_weights
+from dapo_jax.rollout.engine import STOPS_LATE
 from dapo_jax.run.passes import chosen_attention, compute_dtype, fits_memory, given_policy, memory_by_kind
 
 
@@ -37,6 +39,7 @@ def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | Non
     else:
         whole = sampling = make_mesh(*shape, devices, expert=expert)
     check_weights(arch, sampling)
+    check_stops(config, arch, sampling)
     networks = trained(config)
     size = _train_tensor(config, arch, networks, whole)
     _refuse(_training_problems(arch, networks, config.data.train_batch_size, whole, size))
@@ -107,11 +110,24 @@ def check_weights(arch: Architecture, mesh: Mesh) -> None:
     _refuse(_weight_problems(arch, mesh))
 
 
+def check_stops(config: Config, arch: Architecture, mesh: Mesh) -> None:
+    """Raises InputError if a turn of an episode would end after the states of the model have seen more."""
+    if plays_episodes(config.environment) and config.rollout.stop and arch.delta and platform(mesh) == "cpu":
+        raise InputError(STOPS_LATE)
+
+
 def _weight_problems(arch: Architecture, mesh: Mesh) -> list[str]:
     table, expert = weight_table(arch), mesh.shape.get("expert", 1)
     if expert > 1 and arch.experts is None:
         return [f"mesh.expert={expert} divides experts, but model.path has none: set it to 1"]
-    return [line for rules in (TRAIN_RULES, DECODE_RULES) for line in indivisible_weights(table, mesh.shape, rules)]
+    lines = [line for rules in (TRAIN_RULES, DECODE_RULES) for line in indivisible_weights(table, mesh.shape, rules)]
+    if arch.delta is not None and (kept := arch.delta.tail_size) % (tensor := mesh.shape["tensor"]):
+        fitting = nearest(divisors(math.gcd(kept, arch.delta.value_heads)), tensor)
+        lines.append(
+            f"mesh.tensor={tensor} must divide the {kept} channels that a layer with linear attention keeps of the "
+            f"last tokens: set mesh.tensor={fitting}"
+        )
+    return lines
 
 
 def _refuse(problems: Sequence[str]) -> None:
