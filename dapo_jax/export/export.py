@@ -9,6 +9,7 @@ had, add --config.mesh.fsdp=1 --config.mesh.expert=1 --config.mesh.tensor=1.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -114,8 +115,7 @@ def _whole_model(path: str, arch: Architecture, adapter: bool) -> Path:
     """
     if adapter:
         raise InputError("--adapter and --keep-vision exclude each other: leave one out")
-    first = first_model(path)
-    if first == RANDOM:
+    if (first := first_model(path)) == RANDOM:
         raise InputError("--keep-vision: a random model has no part for images: leave it out")
     source = first_per_host(lambda: model_at(first, weights=True))
     check_whole(source, arch, first)
@@ -204,7 +204,8 @@ def write_policy(
                 )
             if is_first():
                 _write_json(directory / "adapter_config.json", _adapter_config(config.model.path, lora))
-            _write(directory, adapter_table(arch, lora), params, dtype, "adapter_model", shown=shown)
+            write = functools.partial(write_safetensors, name="adapter_model")
+            _write(directory, adapter_table(arch, lora), params, dtype, write, shown=shown)
             return
         if is_first():
             model = first_model(config.model.path)
@@ -215,12 +216,9 @@ def write_policy(
             else:
                 source = model_at(model, weights=False)
                 _copy_description(source, with_weights(described(source), arch, dtype), directory)
-        whole, table = with_base(config, arch, mesh, params, saved).params, weight_table(arch)
-        if images_from is None:
-            _write(directory, table, whole, dtype, "model", shown=shown)
-            return
-        with _bar(table, dtype, shown) as written:
-            write_whole(directory, images_from, arch, whole, dtype=dtype, on_tensor=written.update)
+        whole = with_base(config, arch, mesh, params, saved).params
+        parts = functools.partial(write_whole, source=images_from, arch=arch) if images_from else write_safetensors
+        _write(directory, weight_table(arch), whole, dtype, parts, shown=shown)
 
 
 def _adapter_config(path: str, lora: Lora) -> dict[str, Any]:
@@ -232,16 +230,12 @@ def _adapter_config(path: str, lora: Lora) -> dict[str, Any]:
 
 
 def _write(
-    directory: Path, table: Sequence[Weight], params: dict[str, Any], dtype: str, name: str, *, shown: bool
+    directory: Path, table: Sequence[Weight], params: dict[str, Any], dtype: str, write: Any, *, shown: bool
 ) -> None:
-    """Writes the weights as safetensors; `shown`: show a progress bar."""
-    with _bar(table, dtype, shown) as written:
-        write_safetensors(directory, table, params, dtype=dtype, name=name, on_tensor=written.update)
-
-
-def _bar(table: Sequence[Weight], dtype: str, shown: bool) -> Any:
+    """Writes the weights by `write`; `shown`: show a progress bar."""
     total = sum(math.prod(weight.shape) for weight in table) * np.dtype(dtype).itemsize
-    return bar("writing the weights", total=total, unit="B", shown=shown)
+    with bar("writing the weights", total=total, unit="B", shown=shown) as written:
+        write(directory, table, params, dtype=dtype, on_tensor=written.update)
 
 
 def _chosen_step(workdir: str, directory: str, step: int | None) -> int:

@@ -22,6 +22,9 @@ from dapo_jax.models.weights import Weight, unflatten, weight_table
 logger = logging.getLogger(__name__)
 
 Place = Callable[[Weight, np.ndarray], jax.Array]
+StoredPlaces = dict[
+    str, list[tuple[str, int]]
+]  # of each tensor in a file, its weights, and the element where each begins
 MAX_PROBLEMS = 10
 ROWS = 4096  # of a table, compared at once
 DTYPES = ("F32", "F16", "BF16")
@@ -93,12 +96,9 @@ def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str,
         return unflatten(_placed_leaves(directory, arch, tensors, place))
 
 
-def stored_places(path: str | Path, arch: Architecture) -> dict[str, list[tuple[str, int]]]:
-    """Which weights of `arch` each tensor in the files of `path` holds: their names, and where in it each begins.
-
-    That is counted in elements: experts of a layer may lie in one tensor. ValueError: see `load_params`.
-    """
-    places: dict[str, list[tuple[str, int]]] = {}
+def stored_places(path: str | Path, arch: Architecture) -> StoredPlaces:
+    """Which weights of `arch` the tensors in the files of `path` hold. ValueError: see `load_params`."""
+    places: StoredPlaces = {}
     with _opened(model_directory(path), arch) as tensors:
         for name, one in tensors.items():
             stored, begin = (one.whole.stored, one.begin) if isinstance(one, _Expert) else (one.stored, 0)

@@ -51,7 +51,7 @@ def write_safetensors(
         ValueError: `params` has other leaves than `table`.
     """
     directory, dtype = Path(directory), np.dtype(dtype)
-    tensors = (tensor for _, tensor in named_tensors(table, params, dtype, on_tensor))
+    tensors = (tensor for _, tensor in named_tensors(table, leaves_of(table, params), dtype, on_tensor))
     if jax.process_index() != 0:
         for _ in tensors:
             pass
@@ -60,13 +60,13 @@ def write_safetensors(
     files = [f"{name}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [f"{name}.safetensors"]
     for file, shard in zip(files, shards, strict=True):
-        with whole_file(directory / file) as path:
+        with _whole_file(directory / file) as path:
             save_file(dict(zip(shard, tensors, strict=False)), path, metadata=METADATA)
     if len(shards) > 1:
         weight_map = {tensor: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
         total = sum(math.prod(weight.shape) * weight.stored_dtype(dtype).itemsize for weight in table)
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-        with whole_file(directory / f"{name}.safetensors.index.json") as path:
+        with _whole_file(directory / f"{name}.safetensors.index.json") as path:
             path.write_text(index, encoding="utf-8")
 
 
@@ -85,16 +85,8 @@ def _deal_out(table: Sequence[Weight], dtype: np.dtype, max_shard_bytes: int) ->
     return shards
 
 
-def named_tensors(
-    table: Sequence[Weight],
-    params: dict[str, Any],
-    dtype: np.dtype,
-    on_tensor: Callable[[int], object],
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of all files with their names, in the order of the table; processes other than 0 get none.
-
-    For arguments and errors see `write_safetensors`; every process must exhaust it.
-    """
+def leaves_of(table: Sequence[Weight], params: dict[str, Any]) -> dict[tuple[str, ...], Any]:
+    """The parameters by path. ValueError: they are not the weights of the table."""
     leaves: Any = traverse_util.flatten_dict(params)
     found = {(path, tuple(leaf.shape)) for path, leaf in leaves.items()}
     expected = {(weight.path, tuple(weight.shape)) for weight in table}
@@ -103,12 +95,13 @@ def named_tensors(
             f"the parameters must be the weights of the table: missing {sorted(expected - found)}, "
             f"unknown {sorted(found - expected)}: take both from one architecture"
         )
-    return _named_tensors(table, leaves, dtype, on_tensor)
+    return leaves
 
 
-def _named_tensors(
+def named_tensors(
     table: Sequence[Weight], leaves: dict[tuple[str, ...], Any], dtype: np.dtype, on_tensor: Callable[[int], object]
 ) -> Iterator[tuple[str, np.ndarray]]:
+    """What `write_safetensors` writes, in the order of the table. Every process must exhaust it; only 0 gets any."""
     for weights in _leaves_of_tensors(table):
         whole = [_whole(leaves[weight.path]) for weight in weights]
         if jax.process_index() != 0:
@@ -141,7 +134,7 @@ def _whole(leaf: Any) -> np.ndarray:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def _whole_file(path: Path) -> Iterator[Path]:
     """A temporary file, renamed to `path` if nothing goes wrong."""
     partial = path.with_name(path.name + ".partial")
     partial.touch()

@@ -7,10 +7,10 @@ its place: the host holds one leaf, however leaves and files divide the tensors.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -19,26 +19,20 @@ from dapo_jax.data.model_files import read_object
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import takes_images
-from dapo_jax.models.load import EMBEDDING, HEAD, stored_places, weight_files
-from dapo_jax.models.weights import Weight, weight_table
-from dapo_jax.models.write_safetensors import named_tensors, whole_file
+from dapo_jax.models.load import EMBEDDING, HEAD, StoredPlaces, stored_places, weight_files
+from dapo_jax.models.weights import Weight
+from dapo_jax.models.write_safetensors import leaves_of, named_tensors
 
 CODES = {"float32": "F32", "bfloat16": "BF16"}  # dtypes in a header
 CHUNK = 2**24  # bytes, copied at once
 METADATA = "__metadata__"
-
-
-class _Place(NamedTuple):
-    """Where a tensor goes."""
-
-    file: BinaryIO
-    begin: int
+Place = tuple[BinaryIO, int]  # a file, and where in it a tensor begins
 
 
 def check_whole(source: Path, arch: Architecture, path: str) -> None:
-    """Raises InputError unless the directory `source` of model.path=`path` is a model whose other parts can be kept."""
+    """Raises InputError unless the directory `source` of model.path=`path` has parts that can be kept."""
     if not takes_images(source):
-        raise InputError(f"--keep-vision: {path} is a language model without a part for images: leave it out")
+        raise InputError(f"--keep-vision: {path} has no part for images: leave it out")
     raw = read_object(source / "config.json")
     if any("quantization_config" in part for part in (raw, raw["text_config"])):
         raise InputError(
@@ -49,44 +43,46 @@ def check_whole(source: Path, arch: Architecture, path: str) -> None:
 
 
 def whole_config(source: Path, dtype: str) -> dict[str, Any]:
-    """The model's config.json, which names `dtype` where it names one."""
+    """The model's config.json, with `dtype` where it names one."""
     raw = read_object(source / "config.json")
-    named = [{key: dtype for key in ("dtype", "torch_dtype") if key in part} for part in (raw, raw["text_config"])]
-    return {**raw, **named[0], "text_config": {**raw["text_config"], **named[1]}}
+    top, text = ({key: dtype for key in ("dtype", "torch_dtype") if key in part} for part in (raw, raw["text_config"]))
+    return {**raw, **top, "text_config": {**raw["text_config"], **text}}
 
 
 def write_whole(
     directory: Path,
-    source: Path,
-    arch: Architecture,
+    table: Sequence[Weight],
     params: dict[str, Any],
     *,
-    dtype: str,
-    on_tensor: Callable[[int], object] = lambda num_bytes: None,
+    source: Path,
+    arch: Architecture,
+    dtype: Any,
+    on_tensor: Callable[[int], object],
 ) -> None:
-    """Writes the files of weights in `source` to `directory`, with `params` in the place of its text part.
+    """Writes the weights in `source` to `directory`, those of its text part from `params`; see `write_safetensors`.
 
-    Names and files of tensors stay; others than the text part's are copied byte for byte. See `write_safetensors`.
+    Names and files of tensors stay; what is not the text part's is copied byte for byte.
     """
-    table = weight_table(arch)
-    tensors = named_tensors(table, params, np.dtype(dtype), on_tensor)
+    dtype = np.dtype(dtype)
+    tensors = named_tensors(table, leaves_of(table, params), dtype, on_tensor)
     if jax.process_index() != 0:
         for _ in tensors:
             pass
         return
     weights = {name: weight for weight in table for name in weight.tensors}
-    twice = set() if HEAD in weights else {HEAD}  # some store the embedding a second time
+    twice = () if HEAD in weights else (HEAD,)  # some store the embedding a second time
     weights |= dict.fromkeys(twice, weights[EMBEDDING])
-    held, places, total = stored_places(source, arch), dict[str, _Place](), 0
+    held, places, total = stored_places(source, arch), dict[str, Place](), 0
     with ExitStack() as stack:
         for path in weight_files(source):
-            file = stack.enter_context(stack.enter_context(whole_file(directory / path.name)).open("wb"))
-            found, size = _write_rest(path, file, held, weights, np.dtype(dtype))
+            file = stack.enter_context((directory / path.name).open("wb"))
+            found, size = _write_rest(path, file, held, weights, dtype)
             places, total = places | found, total + size
         for name, tensor in tensors:
-            for one in {name, *(twice & places.keys() if name == EMBEDDING else ())}:
-                places[one].file.seek(places[one].begin)
-                places[one].file.write(tensor.reshape(-1).view(np.uint8).data)
+            for one in {name, *(twice if name == EMBEDDING else ())} & places.keys():
+                file, begin = places[one]
+                file.seek(begin)
+                file.write(tensor.reshape(-1).view(np.uint8).data)
     index = source / "model.safetensors.index.json"
     if index.exists():
         given = read_object(index)
@@ -95,48 +91,35 @@ def write_whole(
 
 
 def _write_rest(
-    path: Path,
-    target: BinaryIO,
-    held: dict[str, list[tuple[str, int]]],
-    weights: dict[str, Weight],
-    dtype: np.dtype,
-) -> tuple[dict[str, _Place], int]:
+    path: Path, target: BinaryIO, held: StoredPlaces, weights: dict[str, Weight], dtype: np.dtype
+) -> tuple[dict[str, Place], int]:
     """Writes the file `path` without the weights `held` in it; returns their places, and the bytes of its tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        tensors = {name: dict(entry) for name, entry in header.items() if name != METADATA}
-        sizes, counts = dict[str, int](), {name: math.prod(entry["shape"]) for name, entry in tensors.items()}
-        for name, entry in tensors.items():
-            begin, end = entry["data_offsets"]
-            sizes[name] = end - begin
-            if name in held:
-                stored = weights[held[name][0][0]].stored_dtype(dtype)
-                entry["dtype"], sizes[name] = CODES[stored.name], counts[name] * stored.itemsize
+        before = json.loads(file.read(length))
+        header = {METADATA: before.pop(METADATA, {})}
+        counts, end = {name: max(math.prod(entry["shape"]), 1) for name, entry in before.items()}, 0
+        sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in before.items()}
+        for name in before.keys() & held.keys():
+            stored = weights[held[name][0][0]].stored_dtype(dtype)
+            before[name]["dtype"], sizes[name] = CODES[stored.name], counts[name] * stored.itemsize
         # The widest numbers first, so that each begins at a multiple of its size.
-        order = sorted(tensors, key=lambda name: -sizes[name] / max(counts[name], 1))
-        end, begins = 0, dict[str, int]()
-        for name in order:
-            begins[name], end = end, end + sizes[name]
-            tensors[name]["data_offsets"] = [begins[name], end]
-        kept = {METADATA: header[METADATA]} if METADATA in header else {}
-        text = json.dumps(kept | {name: tensors[name] for name in order}, separators=(",", ":")).encode()
+        for name in sorted(before, key=lambda name: -sizes[name] / counts[name]):
+            header[name] = before[name] | {"data_offsets": [end, end + sizes[name]]}
+            end += sizes[name]
+        text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         target.write(len(text).to_bytes(8, "little") + text)
         target.truncate(8 + len(text) + end)
-        places: dict[str, _Place] = {}
-        for name in order:
-            start = 8 + len(text) + begins[name]
+        places: dict[str, Place] = {}
+        for name in before:
+            start, after = (8 + len(text) + offset for offset in header[name]["data_offsets"])
             for weight, begin in held.get(name, ()):
-                places[weight] = _Place(target, start + begin * weights[weight].stored_dtype(dtype).itemsize)
-            if name not in held:
-                file.seek(8 + length + header[name]["data_offsets"][0])
-                target.seek(start)
-                _copy(file, target, sizes[name])
+                places[weight] = target, start + begin * weights[weight].stored_dtype(dtype).itemsize
+            if name in held:
+                continue
+            file.seek(8 + length + before[name]["data_offsets"][0])
+            target.seek(start)
+            while start < after:
+                start += target.write(file.read(min(CHUNK, after - start)))
     return places, end
-
-
-def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:
-    while size:
-        part = source.read(min(size, CHUNK))
-        size -= target.write(part)
