@@ -19,7 +19,7 @@ from dapo_jax.data.model_files import read_object
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import takes_images
-from dapo_jax.models.load import EMBEDDING, HEAD, StoredPlaces, stored_places, weight_files
+from dapo_jax.models.load import EMBEDDING, StoredPlaces, stored_places, weight_files
 from dapo_jax.models.weights import Weight
 from dapo_jax.models.write_safetensors import leaves_of, named_tensors
 
@@ -70,16 +70,16 @@ def write_whole(
             pass
         return
     weights = {name: weight for weight in table for name in weight.tensors}
-    twice = () if HEAD in weights else (HEAD,)  # some store the embedding a second time
-    weights |= dict.fromkeys(twice, weights[EMBEDDING])
     held, places, total = stored_places(source, arch), dict[str, Place](), 0
+    twice = {weight for found in held.values() for weight, _ in found} - weights.keys()  # the embedding, as the head
+    weights |= dict.fromkeys(twice, weights[EMBEDDING])
     with ExitStack() as stack:
         for path in weight_files(source):
             file = stack.enter_context((directory / path.name).open("wb"))
             found, size = _write_rest(path, file, held, weights, dtype)
             places, total = places | found, total + size
         for name, tensor in tensors:
-            for one in {name, *(twice if name == EMBEDDING else ())} & places.keys():
+            for one in (name, *(twice if name == EMBEDDING else ())):
                 file, begin = places[one]
                 file.seek(begin)
                 file.write(tensor.reshape(-1).view(np.uint8).data)
