@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from hub_server import Hub, directory, serving, unplug, use
 from ports import free_port
+from small_families import with_tokenizer
 from small_run import small_config, sums
-from test_export import hf_directory
+from test_export import hf_directory, save_checkpoint
 from waiting import LIMIT_S
 
 from dapo_jax.config.sections import Config
@@ -186,14 +187,27 @@ def test_a_repository_without_a_model_that_can_be_read_is_refused(hub, tmp_path)
         with_downloads(config_of(tmp_path, **{"model.path": "someone/tiny-GGUF"}))
 
 
-def test_shards_are_downloaded_and_other_weights_are_not(hub, model):
-    names = ("config.json", "model.safetensors.index.json", "consolidated.safetensors")
-    names += ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+@pytest.mark.parametrize("stem", ["model", "model.safetensors"])  # the second as in Qwen3.5
+def test_shards_are_downloaded_and_other_weights_are_not(hub, model, stem):
+    described = ("config.json", "model.safetensors.index.json", "preprocessor_config.json")
+    names = (*described, "consolidated.safetensors", *(f"{stem}-0000{i}-of-00002.safetensors" for i in (1, 2)))
     model.commit({name: name.encode() for name in names})
     fetch_model(HubName("model", MODEL), weights=False)
-    assert sent(hub) == ["config.json", "model.safetensors.index.json"]
+    assert sent(hub) == [*described]
     fetch_model(HubName("model", MODEL))
     assert set(sent(hub)) == {*names} - {"consolidated.safetensors"}
+
+
+def test_an_export_that_keeps_vision_downloads_the_weights_of_the_first_model(hub, model, tmp_path):
+    model.commit(directory(Path(with_tokenizer("../nested/gemma3", tmp_path))))
+    first, second = tmp_path / "first", tmp_path / "second"
+    save_checkpoint(with_downloads(config_of(first), weights=False))
+    config = config_of(second, **{"model.path": str(first)})
+    save_checkpoint(config)
+    assert "model.safetensors" not in sent(hub)
+    export(config, tmp_path / "out", keep_vision=True)
+    assert sent(hub).count("model.safetensors") == 1
+    assert "base_model: someone/tiny-model" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("path", [MODEL, f"{DATA}/train"])

@@ -16,6 +16,7 @@ import pytest
 from forked import COMMAND, Process, options, run_together, together
 from ports import free_port
 from shapes import SMALL
+from small_families import changes_of, with_tokenizer
 from small_run import rows_without_clock, small_config, unsure_function
 
 from dapo_jax.config.derived import checkpoint_dir
@@ -295,6 +296,20 @@ def assert_alike(workdir, other, steps, *, first=1, divided_alike=False):
         rows, expected = map(without_shares, (rows, expected))
     assert rows == [pytest.approx(row, abs=1e-5, rel=1e-4) for row in expected] and len(rows) == steps + 1
     assert_close(policy(other, step=steps), policy(workdir, step=steps))
+
+
+@pytest.mark.full
+def test_two_processes_exchange_the_tokens_of_experts(tmp_path):
+    given = changes_of(with_tokenizer("qwen3_moe", tmp_path), **ONE_STEP, **{"actor.optim.eps": 1e-4})
+    del given["algorithm.filter_groups.max_num_gen_batches"]
+    port, one_device = free_port(), {"JAX_NUM_CPU_DEVICES": "1"}
+    exchange = [{"workdir": tmp_path / "two", "mesh.expert": 2, **together(port, process)} for process in range(2)]
+    runs = [options(given | own) for own in (*exchange, {"workdir": tmp_path / "alone"})]
+    ends = run_together([Process(COMMAND.format("train"), run, one_device) for run in runs])
+    assert [end.code for end in ends] == [0, 0, 0], ends
+    assert samples(tmp_path / "two", 1) == samples(tmp_path / "alone", 1)
+    two, one = (without_shares(rows_without_clock(tmp_path / name)) for name in ("two", "alone"))
+    assert two == [pytest.approx(row, abs=1e-5, rel=1e-4) for row in one]
 
 
 @pytest.mark.parametrize(
