@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import benchmark_gated_delta
 import benchmark_rollout
 import benchmark_step
 import benchmark_update
@@ -119,3 +120,11 @@ def test_the_numerics_of_bfloat16_are_a_table():
     found = dict(zip(re.findall(r"(?:k3|error), \w+", done.stdout), map(float, row.groups()), strict=False))
     assert found["k3, float32"] < found["k3, bfloat16"] < 1e-4
     assert 0 < found["error, float32"] < 0.05 and 0 < found["error, bfloat16"] < 0.05
+
+
+@pytest.mark.full
+def test_a_layer_with_linear_attention_is_the_same_in_chunks_and_token_by_token(capsys):
+    benchmark_gated_delta.main(["--tokens", "128", "--repeats", "1"])
+    rows = re.findall(r"\| (forward.*?) \|.* (\S+) \|$", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name, _ in rows] == ["forward", "forward and backward"]
+    assert all(float(difference) < 1e-4 for _, difference in rows)
