@@ -300,11 +300,12 @@ def assert_alike(workdir, other, steps, *, first=1, divided_alike=False):
 
 @pytest.mark.full
 def test_two_processes_exchange_the_tokens_of_experts(tmp_path):
-    given = changes_of(with_tokenizer("qwen3_moe", tmp_path), **ONE_STEP, **{"actor.optim.eps": 1e-4})
+    own = {"trainer.total_training_steps": 1, "actor.optim.eps": 1e-4, "data.max_response_length": 8, "seed": 1}
+    given = ONE_STEP | changes_of(with_tokenizer("qwen3_moe", tmp_path), **own)
     del given["algorithm.filter_groups.max_num_gen_batches"]
     port, one_device = free_port(), {"JAX_NUM_CPU_DEVICES": "1"}
     exchange = [{"workdir": tmp_path / "two", "mesh.expert": 2, **together(port, process)} for process in range(2)]
-    runs = [options(given | own) for own in (*exchange, {"workdir": tmp_path / "alone"})]
+    runs = [options(given | run) for run in (*exchange, {"workdir": tmp_path / "alone"})]
     ends = run_together([Process(COMMAND.format("train"), run, one_device) for run in runs])
     assert [end.code for end in ends] == [0, 0, 0], ends
     assert samples(tmp_path / "two", 1) == samples(tmp_path / "alone", 1)
