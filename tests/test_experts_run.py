@@ -113,7 +113,7 @@ def keep_experts(model, number):
 
 
 @pytest.mark.slow
-@pytest.mark.long("whole", "train_tensor")
+@pytest.mark.long("whole")
 @pytest.mark.parametrize("name", PAIRS)
 def test_devices_that_exchange_tokens_train_the_same_policy(name, model, tmp_path):
     """Eight devices with copies of all experts, and those that divide them."""

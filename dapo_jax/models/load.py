@@ -22,9 +22,8 @@ from dapo_jax.models.weights import Weight, unflatten, weight_table
 logger = logging.getLogger(__name__)
 
 Place = Callable[[Weight, np.ndarray], jax.Array]
-StoredPlaces = dict[
-    str, list[tuple[str, int]]
-]  # of each tensor in a file, its weights, and the element where each begins
+# Of each tensor in a file, its weights, and the element where each begins.
+StoredPlaces = dict[str, list[tuple[str, int]]]
 MAX_PROBLEMS = 10
 ROWS = 4096  # of a table, compared at once
 DTYPES = ("F32", "F16", "BF16")
