@@ -72,18 +72,24 @@ def gated_delta(
 
 
 def next_token(inputs: Inputs, held: State, alive: jax.Array, delta: Delta) -> tuple[jax.Array, State]:
-    """One token of each row: what is read [B, 1, V, J], and the state with it where `alive` [B]; else as it was."""
+    """One token of each row: what is read [B, 1, V, J], and the state with it where `alive` [B]; else as it was.
+
+    Both products with the state are with the old one, S' k and S' q: then it is read once for them, and once to change
+    it. The barrier keeps XLA from computing keys and queries in each product again, which would read it three times.
+    """
     rows, _, channels = inputs.channels.shape
     seen = jnp.concatenate([held.tail.reshape(rows, -1, channels), inputs.channels], axis=1)
     mixed = jax.nn.silu(jnp.sum(seen * inputs.filter.T, axis=1, dtype=jnp.float32))
-    query, key, value = _heads(mixed, delta, inputs.channels.dtype)
-    state = held.state * jnp.exp(inputs.decay[:, 0])[..., None, None]
-    known = jnp.sum(state * key[..., None], axis=-2)
-    state += key[..., None] * (inputs.beta[:, 0, :, None] * (value - known))[..., None, :]
-    read = jnp.sum(state * query[..., None], axis=-2)
-    new = State(seen[:, 1:].reshape(rows, -1), state)
-    kept = jax.tree.map(lambda new, old: jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old), new, held)
-    return read[:, None], kept
+    heads = (x.astype(jnp.float32) for x in _heads(mixed, delta, inputs.channels.dtype))
+    query, key, value = jax.lax.optimization_barrier(tuple(heads))
+    decay, beta = (jnp.where(alive[:, None], x[:, 0], 0)[..., None] for x in (inputs.decay, inputs.beta))
+    at_key, at_query = (jnp.sum(held.state * x[..., None], axis=-2) for x in (key, query))
+    kept = jnp.exp(decay)
+    change = beta * (value - kept * at_key)
+    read = kept * at_query + jnp.sum(key * query, axis=-1, keepdims=True) * change
+    state = kept[..., None] * held.state + key[..., None] * change[..., None, :]
+    tail = jnp.where(alive[:, None], seen[:, 1:].reshape(rows, -1), held.tail)
+    return read[:, None], State(tail, state)
 
 
 def over_sequences(inputs: Inputs, paths: Paths, delta: Delta) -> tuple[jax.Array, jax.Array]:
