@@ -6,12 +6,18 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from accelerators.cases import CASES, DECODE, H100, UPDATE, V5E, Case, config_of
 from accelerators.programs import decoding, engine, engine_calls, parts_of, step, wide_types
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scatters import unordered
 
+from dapo_jax.models.architecture import Delta
+from dapo_jax.models.gated_delta import Inputs, empty_state, next_token
 from dapo_jax.parallel.compilation import compile_ahead, program_key
+from dapo_jax.parallel.devices import devices_of
 from dapo_jax.preflight.hlo_costs import program_costs
 from dapo_jax.preflight.hlo_products import PagedKeys
 
@@ -179,3 +185,28 @@ def test_pages_are_never_copied(topology, compiled, tmp_path):
     of_pages = parts.arch.num_layers * tokens * heads * 2 * parts.arch.head_dim * 2  # bfloat16
     for name, program in more.items():
         assert program.bytes - fewer[name].bytes == pytest.approx(of_pages, rel=0.02), name
+
+
+def test_a_state_of_linear_attention_is_read_twice_for_a_token():
+    """For two products with it, and to change it: 32 tokens of 512 rows of Qwen3.5-0.8B, on one H100."""
+    delta, rows = Delta(key_heads=16, value_heads=16, key_dim=128, value_dim=128, filter_width=4), 512
+    mesh = Mesh(np.array(devices_of("h100:1", 1)), "device")
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def tokens(given, held, alive):
+        def token(held, one):
+            read, held = next_token(Inputs(one[0], given.filter, *one[1:]), held, alive, delta)
+            return held, read
+
+        return jax.lax.scan(token, held, (given.channels, given.beta, given.decay))
+
+    shapes = (32, rows, 1, delta.channels), (delta.channels, 4), (32, rows, 1, 16), (32, rows, 1, 16)
+    dtypes = jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32
+    given = Inputs(*(array(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)))
+    empty = jax.eval_shape(lambda: empty_state(rows, delta, jnp.bfloat16))
+    held = jax.tree.map(lambda x: array(x.dtype, *x.shape), empty)
+    program = jax.jit(tokens, donate_argnums=1).lower(given, held, array(bool, rows)).compile()
+    costs = program_costs(program.as_text(), [0])
+    assert costs.bytes < 32 * 3.6 * held.state.size * 4 and not costs.unknown
