@@ -152,13 +152,15 @@ def rows(number: int) -> MicroBatches:
     mesh = jax.sharding.get_abstract_mesh()
     shards = 1 if mesh.empty else num_batch_shards(mesh)  # pyright: ignore[reportArgumentType]
     assert number % shards == 0
-    return MicroBatches(num_shards=shards, rows_per_device=number // shards)
+    parts = dict(mesh.shape).get("context", 1)
+    return MicroBatches(num_shards=shards, rows_per_device=number // shards, parts=parts)
 
 
-def bins(shards: int, tokens: int, attention: BinAttention = XLA) -> MicroBatches:
-    """Packed micro-batches of so many tokens on each of the devices."""
+def bins(shards: int, tokens: int, attention: BinAttention = XLA, parts: int = 1) -> MicroBatches:
+    """Packed micro-batches of so many tokens on each of the devices, or on as many `parts` of them together."""
     flops = TokenFlops(layers=1.0, head=0.0, pair=0.01)
-    return MicroBatches(num_shards=shards, max_tokens_per_device=tokens, attention=attention, flops=flops)
+    sizes = {"num_shards": shards, "max_tokens_per_device": tokens, "parts": parts}
+    return MicroBatches(**sizes, attention=attention, flops=flops)
 
 
 def micro_batch(batch: Batch) -> MicroBatch:

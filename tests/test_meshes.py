@@ -18,6 +18,7 @@ from small_run import (
 )
 
 from dapo_jax.config.values import freeze
+from dapo_jax.models.architecture import Delta, Layer
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.devices import GIB, Limits
@@ -105,6 +106,23 @@ def test_channels_of_the_last_tokens_that_tensor_does_not_divide_are_refused():
     with pytest.raises(ValueError) as refused:
         check_weights(arch, make_mesh(1, 2, 4))  # whose two key heads of attention it does not divide
     assert "last tokens" not in str(refused.value)
+
+
+def test_context_is_a_part_of_the_devices_that_train():
+    small = small_config("unused", **{**DIVIDED, "mesh.context": 2})
+    training, sampling = make_meshes(small, ARCH)
+    assert dict(training.shape) == {"data": 1, "fsdp": 4, "context": 2, "tensor": 1}
+    assert dict(sampling.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+    delta = Delta(key_heads=2, value_heads=4, key_dim=8, value_dim=12, filter_width=4)
+    kinds = dataclasses.replace(ARCH, pattern=(Layer(delta=True), Layer()), delta=delta)
+    for arch, changes, message in (
+        (ARCH, {"mesh.context": 3}, "=3 must divide .* / mesh.train_tensor = 4: set mesh.context=1, 2 or 4"),
+        (ARCH, {"mesh.context": 4}, "=4 x 2 devices along tensor .* the 4 query heads .*: set mesh.context=1 or 2"),
+        (kinds, {"mesh.context": 2}, "must divide the 2 key heads of linear attention: set mesh.context=1"),
+    ):
+        config = small_config("unused", **{**DIVIDED, "mesh.train_tensor": 2, **changes})
+        with pytest.raises(ValueError, match=message):
+            make_meshes(config, arch)
 
 
 def test_groups_along_tensor_stay_where_they_were():

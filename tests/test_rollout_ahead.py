@@ -129,13 +129,15 @@ def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_training_ahead_may_be_divided_without_tensor(tmp_path, divided):
+@pytest.mark.parametrize(("context", "axes"), [(1, {"fsdp": 4}), (2, {"fsdp": 2, "context": 2})])
+def test_training_ahead_may_be_divided_without_tensor(context, axes, tmp_path, divided):
     """The first two batches are of the first policy, so their tokens are equal; then rounding may differ."""
     folder = divided[0]
     changes = {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 8, "trainer.total_training_steps": 2}
+    changes["mesh.context"] = context
     models = train(small_config(tmp_path, **{**DIVIDED, **changes}))
     query = models.actor.params["layers"]["query"]
-    assert query.sharding.mesh.shape == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert query.sharding.mesh.shape == {"data": 1, **axes, "tensor": 1}
     for step in (1, 2):
         texts = [(run / f"samples/step_{step:06d}.jsonl").read_text() for run in (tmp_path, folder)]
         # step 2 is the last, and evaluated, of only one run

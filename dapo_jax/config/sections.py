@@ -621,6 +621,7 @@ class MeshConfig:
     fsdp: Positive[int] = 1  # shards of parameters and optimizer state, and of rows
     expert: Positive[int] = 1  # shards of experts, and of rows and other parameters as fsdp; devices exchange tokens
     tensor: Positive[int] = 1  # shards of heads, feed-forward, experts and vocabulary
+    context: Positive[int] = 1  # in training, devices that share the tokens of a sequence; fsdp takes the rest
     train_tensor: NotNegative[int] = 0  # tensor in training, where fsdp takes the rest; 0 = the least that fits
 
 

@@ -34,7 +34,7 @@ def response_values(params: Any, batch: MicroBatch, passes: Passes) -> jax.Array
     """Value [S, U] of the state in which each response token was drawn; float32."""
     params = cast_matrices(params, passes.arch, passes.dtype, tables=False)
     hidden, _ = response_hidden(params, batch, passes, remat=passes.remat)
-    return transformer.scalar(params, hidden)
+    return transformer.scalar(params, hidden).reshape(batch.sources.shape)
 
 
 def loss_fn(params: Any, batch: MicroBatch, passes: Passes, options: CriticConfig) -> tuple[jax.Array, Metrics]:

@@ -1,7 +1,8 @@
 """Host: splits a mini-batch into micro-batches, each the arrays of one forward and backward pass.
 
 Packed, sequences follow each other in bins without padding between them (packing.py). By rows, each bin holds one
-sequence, and all bins of a batch are equally wide.
+sequence, and all bins of a batch are equally wide. Where several devices share a bin, each has as many of its slots,
+and predicts the tokens that these predict.
 """
 
 import dataclasses
@@ -46,20 +47,30 @@ class MicroBatches:
     flops: TokenFlops = TokenFlops(layers=1.0, head=0.0, pair=0.0)
     walks: bool = False  # a recurrence walks along each bin
     choices: Choices | None = None  # not None: tokens go to the experts that the sampler used, where they are known
+    parts: int = 1  # devices of a share, which divide the slots of each bin
 
     def split(self, batch: Batch) -> Iterator[Piece]:
         """The micro-batches, which hold every row that has a response."""
         passes, packer = self.passes(batch), _Packer(batch, self)
-        most: dict[tuple[int, int], int] = {}  # response tokens of a share, by the shape of a pass
+        most: dict[tuple[int, int], int] = {}  # response tokens of a device, by the shape of a pass
         for one in passes:
             most[one.shape] = max(most.get(one.shape, 0), packer.num_tokens(one))
         for one in passes:
-            slots = one.width * len(one.bins) // self.num_shards
+            slots = one.width * len(one.bins) // (self.num_shards * self.parts)
             part = -(-slots // (EIGHTHS if slots >= LARGE else EIGHTHS // 2))  # few shapes are compiled
             yield packer.piece(one, -(-most[one.shape] // part) * part)
 
     def passes(self, batch: Batch) -> Sequence[Pass]:
         """Which rows each micro-batch has in which bins."""
+        return [dataclasses.replace(one, width=self._divided(one.width)) for one in self._passes(batch)]
+
+    def _divided(self, width: int) -> int:
+        """The next width that attention takes and the devices of a share divide."""
+        while width % self.parts:
+            width = self.attention.rounded(width + 1)
+        return width
+
+    def _passes(self, batch: Batch) -> Sequence[Pass]:
         prompts, responses = batch.prompt_mask.sum(axis=1), batch.mask.sum(axis=1)
         if not responses.any():
             return []
@@ -126,19 +137,21 @@ class _Packer:
     """Makes the arrays of passes from the rows of a batch."""
 
     def __init__(self, batch: Batch, split: MicroBatches) -> None:
-        self.batch, self.num_shards, self.choices = batch, split.num_shards, split.choices
+        self.batch, self.num_shards, self.parts, self.choices = batch, split.num_shards, split.parts, split.choices
         self.attention, self.samples = split.attention, len(batch.mask) // len(batch.prompts)
         self.prompts, self.lengths = np.repeat(batch.prompt_mask.sum(axis=1), self.samples), batch.mask.sum(axis=1)
         prompts = np.repeat(batch.prompts, self.samples, axis=0)
         self.tokens = np.concatenate([batch.responses, prompts], axis=1)  # of a prompt, the last has index -1
 
     def num_tokens(self, one: Pass) -> int:
-        """Response tokens of the share with the most."""
+        """Response tokens of the device with the most."""
+        if self.parts > 1:
+            return int(np.bincount(self._sources(self._table(one), one)[2]).max())
         of_bins = [self.lengths[np.array(rows, int)].sum() for rows in one.bins]
         return int(np.reshape(of_bins, (self.num_shards, -1)).sum(axis=1).max())
 
     def piece(self, one: Pass, size: int) -> Piece:
-        """The micro-batch of a pass, with `size` response tokens for each share of the devices."""
+        """The micro-batch of a pass, with `size` response tokens for each device."""
         table = self._table(one)
         sources, sequences, rows, columns = self._targets(table, one, size)
 
@@ -193,18 +206,27 @@ class _Packer:
         return whole.reshape(len(one.bins), one.width, layers, per_token)
 
     def _targets(self, table: _Table, one: Pass, size: int) -> list[np.ndarray]:
-        """Sources, sequences, rows and columns [S, U] of the response tokens."""
-        lengths, numbers = self.lengths[table.rows], np.arange(len(table.rows))
-        shares, before = table.bins * self.num_shards // len(one.bins), np.cumsum(lengths) - lengths
-        opens = np.diff(shares, prepend=-1) != 0
-        places = _counted(before - _latest(before, opens) + shares * size, lengths)
-        of_tokens, columns = np.repeat(numbers, lengths), _counted(np.zeros_like(lengths), lengths)
-        tails = table.starts + table.slots - lengths  # the slot before a response's first
-        sources = np.where(columns, tails[of_tokens] + columns, table.roots[of_tokens])
-        sources -= (shares * one.width * len(one.bins) // self.num_shards)[of_tokens]
-        sequences = (numbers - _latest(numbers, opens) + 1)[of_tokens]
+        """Sources, sequences, rows and columns [S, U] of the response tokens, those of a device next to each other."""
+        of_tokens, columns, devices, sources = self._sources(table, one)
+        order = np.argsort(devices, kind="stable")
+        before = np.searchsorted(devices[order], devices[order])
+        places = np.empty_like(order)
+        places[order] = devices[order] * size + np.arange(len(order)) - before
+        numbers, shares = np.arange(len(table.rows)), table.bins * self.num_shards // len(one.bins)
+        sequences = (numbers - _latest(numbers, np.diff(shares, prepend=-1) != 0) + 1)[of_tokens]
         found = (sources, 0), (sequences, 0), (table.rows[of_tokens], -1), (columns, 0)
-        return [_scattered(values, places, (self.num_shards, size), empty) for values, empty in found]
+        return [_scattered(values, places, (self.num_shards, self.parts * size), empty) for values, empty in found]
+
+    def _sources(self, table: _Table, one: Pass) -> tuple[np.ndarray, ...]:
+        """Of each response token its row in `table`, its column, the device that predicts it, and from which slot."""
+        lengths, bins, width = self.lengths[table.rows], len(one.bins) // self.num_shards, one.width // self.parts
+        of_tokens = np.repeat(np.arange(len(table.rows)), lengths)
+        columns = _counted(np.zeros_like(lengths), lengths)
+        tails = table.starts + table.slots - lengths  # the slot before a response's first
+        slots = np.where(columns, tails[of_tokens] + columns, table.roots[of_tokens])
+        number, place = np.divmod(slots, one.width)
+        devices = number // bins * self.parts + place // width
+        return of_tokens, columns, devices, number % bins * width + place % width
 
 
 def _counted(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -10,9 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from dapo_jax.data.containers import MicroBatch
 from dapo_jax.learner.trainable import Passes
 from dapo_jax.models import transformer
+from dapo_jax.models.context import by_parts
 from dapo_jax.models.experts import RoutingCounts
 from dapo_jax.parallel.ordered_sums import rows_along
-from dapo_jax.parallel.sharding import shards_left, tensor_shards
+from dapo_jax.parallel.sharding import context_shards, shards_left, tensor_shards
 
 NORMALIZER = "normalizer"  # name of what is kept of a chunk's distributions for the backward pass
 
@@ -155,29 +156,36 @@ def _by_shard(logits: jax.Array) -> jax.Array:
 
 
 def _in_chunks(function: Callable[[Any], Any], arrays: Any, chunk_size: int) -> Any:
-    """`function` of arrays [S, U, ...], for about `chunk_size` tokens at a time on each device."""
+    """`function` of arrays [S, U, ...], for about `chunk_size` tokens at a time on each device.
+
+    Of the first array, each of the C devices along "context" has its part: [S * C, U // C, ...].
+    """
     rows, length = jax.tree.leaves(arrays)[0].shape[:2]
+    arrays = jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[2:]), arrays)
     widest = min(max(chunk_size * shards_left() // rows, 1), length)
     columns = -(-length // -(-length // widest))  # as many chunks, with the least padding
     kept = jax.checkpoint_policies.save_only_these_names(NORMALIZER)
     results = jax.lax.map(
         jax.checkpoint(function, policy=kept), jax.tree.map(lambda x: _split_columns(x, columns), arrays)
     )
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1, *x.shape[3:])[:, :length], results)
+    results = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1, *x.shape[3:])[:, :length], results)
+    return jax.tree.map(lambda x: x.reshape(rows // context_shards(), -1, *x.shape[2:]), results)
 
 
 def response_hidden(
     params: transformer.Params, batch: MicroBatch, passes: Passes, *, remat: str
 ) -> tuple[jax.Array, RoutingCounts | None]:
-    """Hidden states [S, U, D] float32 that predict each response token, and what the routers did.
+    """Hidden states [S * C, U // C, D] float32 that predict each response token, and what the routers did.
+
+    C devices along "context" each have those of their part of the slots.
 
     Args:
         remat: that of `passes`, or "none" without a backward pass.
     """
     arch, attention = passes.arch, passes.attention
     hidden, counts = transformer.forward_bins(params, batch.bins, arch, kernel=attention, remat=remat)
-    of_shares = hidden.reshape(len(batch.sources), -1, hidden.shape[-1])
-    return rows_along(of_shares, batch.sources), counts
+    of_parts = by_parts(hidden, len(batch.sources))
+    return rows_along(of_parts, batch.sources.reshape(len(of_parts), -1)), counts
 
 
 def _split_columns(x: jax.Array, columns: int) -> jax.Array:

@@ -44,9 +44,10 @@ def expert_feed_forward(
 ) -> tuple[jax.Array, Routing]:
     """[B, T, D] float32: down(silu(gate(x)) * up(x)) of each token's experts, summed by their scores.
 
-    Under the mesh of `jax.set_mesh`, rows are sharded over ("data", "fsdp", "expert") and experts over ("expert",
-    "tensor"): each device computes what its tokens, and those of the devices along "expert", want of its experts.
-    Inside a shard_map over some of these axes, the others shard its local arrays. No token is dropped.
+    Under the mesh of `jax.set_mesh`, rows are sharded over ("data", "fsdp", "expert"), their tokens over "context" and
+    experts over ("expert", "tensor"): each device computes what its tokens, and those of the devices along "expert",
+    want of its experts. Inside a shard_map over some of these axes, the others shard its local arrays. No token is
+    dropped.
 
     Args:
         x: [B, T, D] float32.
@@ -64,7 +65,7 @@ def expert_feed_forward(
     axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
     if not axes:
         return compute(x, replayed, router, bias, logit_bias, biases, gate, up, down)
-    rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes))
+    rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes), "context" if "context" in axes else None)
     shares = tuple(axis for axis in EXPERT_AXES if axis in axes)
     share, parts, whole = PartitionSpec(shares), PartitionSpec("tensor", *rows), PartitionSpec()
     shards = math.prod(mesh.shape[axis] for axis in shares) if AXIS in axes else 0

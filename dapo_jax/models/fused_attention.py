@@ -18,7 +18,7 @@ from dapo_jax.models import cudnn, splash, tree_attention, tree_ranges
 from dapo_jax.models.attention import PLAIN, XLA, Attend, BinAttention, Scores
 from dapo_jax.models.flops import causal_pairs
 from dapo_jax.parallel.devices import cuda_generation
-from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.mesh import BATCH_AXES, HEAD_AXES
 
 PLATFORMS = {"splash": "tpu", "cudnn": "gpu", "triton": "gpu"}  # of each kernel
 HOPPER = 9  # the compute capability from which cuDNN's attention takes packed sequences
@@ -40,8 +40,9 @@ def kernels(device: Any, max_response_length: int) -> tuple[str, ...]:
 def bin_attention(name: str, device: Any, *, share_prompts: bool = True, windows: bool = False) -> BinAttention:
     """xla, cudnn, triton or splash. Padding affects no real token and no gradient of one.
 
-    Under the mesh of `jax.set_mesh`, bins are sharded over the batch axes and heads over "tensor", which must divide
-    N and K. Inside a shard_map over some of these axes (with check_vma=False), the other axes shard its local arrays.
+    Under the mesh of `jax.set_mesh`, bins are sharded over the batch axes and heads over "tensor" and "context", which
+    must divide N and K. Inside a shard_map over some of these axes (with check_vma=False), the other axes shard its
+    local arrays.
 
     Args:
         share_prompts: let the responses of a bin share a prompt, if the implementation can.
@@ -102,7 +103,7 @@ def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[..., Attend]:
         mesh = jax.sharding.get_abstract_mesh()
         axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
         rows = tuple(axis for axis in BATCH_AXES if axis in axes)
-        spec = PartitionSpec(rows, None, "tensor" if "tensor" in axes else None)
+        spec = PartitionSpec(rows, None, tuple(axis for axis in HEAD_AXES if axis in axes))
 
         def one_device(query: Any, key: Any, value: Any, sink: Any, bins: Bins) -> jax.Array:
             return of_kind(query, key, value, bins, sink=sink)

@@ -18,6 +18,7 @@ import numpy as np
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention, capped, causal_attention, matmul
+from dapo_jax.models.context import across_heads, on_all_devices, over_divided_sequences
 from dapo_jax.models.experts import RoutingCounts, routing_counts
 from dapo_jax.models.gated_delta import Inputs, State, last_tail, over_sequences
 from dapo_jax.models.layers import (
@@ -73,9 +74,10 @@ def forward_bins(
     Returns:
         The hidden states, and the counts of the real tokens, stacked over the layers with experts; None without.
     """
-    rotations = rotary(bins.positions, arch)
-    attends = {kind: kernel.attend(bins, scores_of(kind, arch)) for kind in arch.kinds if not kind.delta}
-    recur = _recurrence(bins.trees, bins.branches, arch)
+    bins = on_all_devices(bins)
+    rotations = rotary(constrain_rows(bins.positions), arch)
+    attends = {kind: across_heads(kernel.attend(bins, scores_of(kind, arch))) for kind in arch.kinds if not kind.delta}
+    recur = _recurrence(bins.trees, bins.branches, arch, over_divided_sequences)
     layers = params["layers"]
     if bins.experts is not None:
         layers = {**layers, REPLAYED: jnp.moveaxis(bins.experts, 2, 0)}
@@ -85,7 +87,7 @@ def forward_bins(
             return attends[kind](*arrays), None
 
         def recurred(inputs):
-            return recur(inputs)[0], None
+            return recur(inputs), None
 
         mix: Any = recurred if kind.delta else attend
         x, _, routing = block(kind, x, _gathered(layer, arch), rotations, mix, arch)
@@ -231,11 +233,13 @@ def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) ->
     return normed(x, params, "final_norm", arch), found
 
 
-def _recurrence(trees: jax.Array, branches: jax.Array, arch: Architecture) -> Callable[[Inputs], Any]:
-    """`over_sequences` of bins with these trees and branches [B, T], for all layers with linear attention."""
+def _recurrence(
+    trees: jax.Array, branches: jax.Array, arch: Architecture, over: Callable[..., Any] = over_sequences
+) -> Callable[[Inputs], Any]:
+    """`over` of bins with these trees and branches [B, T], for all layers with linear attention."""
     if arch.delta is None:
         return lambda inputs: inputs
-    return functools.partial(over_sequences, paths=paths_of(trees, branches, arch.delta.filter_width), delta=arch.delta)
+    return functools.partial(over, paths=paths_of(trees, branches, arch.delta.filter_width), delta=arch.delta)
 
 
 def _gathered(layer: Params, arch: Architecture) -> Params:

@@ -1,7 +1,8 @@
 """Device: the meshes ("data", "fsdp", "tensor") over which the functions of a run are sharded.
 
 With mesh.expert there is a fourth axis, "expert", before "tensor": one more for rows and parameters, but for the
-parameters of experts, which it divides by expert.
+parameters of experts, which it divides by expert. With mesh.context the mesh that trains has a part of its "fsdp" as
+"context": it divides parameters like "fsdp", and of activations the tokens of each sequence.
 """
 
 import math
@@ -14,10 +15,11 @@ from jax.sharding import AxisType, Mesh
 
 from dapo_jax.errors import InputError, divisors, nearest
 
-AXES = ("data", "fsdp", "tensor")
-WITH_EXPERT = ("data", "fsdp", "expert", "tensor")  # of a mesh whose "expert" is more than 1
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+IF_DIVIDED = ("expert", "context")  # axes that a mesh has if they are more than 1
 BATCH_AXES = ("data", "fsdp", "expert")  # for rows of prompts, responses and training batches
 EXPERT_AXES = ("expert", "tensor")  # for experts
+HEAD_AXES = ("tensor", "context")  # for heads, while attention has all tokens of a sequence
 
 
 class Meshes(NamedTuple):
@@ -64,13 +66,14 @@ def make_mesh(
         ) from error
 
 
-def with_tensor(mesh: Mesh, tensor: int) -> Mesh:
-    """The devices of `mesh` in the same order, `tensor` of them along "tensor" and along "fsdp" what that leaves.
+def with_tensor(mesh: Mesh, tensor: int, context: int = 1) -> Mesh:
+    """The devices of `mesh` in the same order, `tensor` and `context` of them along these axes, the rest along "fsdp".
 
     If `tensor` divides the old size, each group along "tensor" is a part of an old one, and so stays within its host.
     """
-    fsdp = mesh.shape["fsdp"] * mesh.shape["tensor"] // tensor
-    return _laid_out(mesh.devices, {**mesh.shape, "fsdp": fsdp, "tensor": tensor})
+    both = mesh.shape["fsdp"] * mesh.shape.get("context", 1) * mesh.shape["tensor"]
+    axes = {"fsdp": both // (context * tensor), "context": context, "tensor": tensor}
+    return _laid_out(mesh.devices, {**mesh.shape, **axes})
 
 
 def _laid_out(devices: np.ndarray, axes: Mapping[str, int]) -> Mesh:
@@ -81,7 +84,7 @@ def _laid_out(devices: np.ndarray, axes: Mapping[str, int]) -> Mesh:
 
 def _present(axes: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The sizes and the names of the axes that a mesh has."""
-    names = WITH_EXPERT if axes.get("expert", 1) > 1 else AXES
+    names = tuple(name for name in AXES if name not in IF_DIVIDED or axes.get(name, 1) > 1)
     return tuple(axes[name] for name in names), names
 
 

@@ -89,17 +89,21 @@ def _taken(
 
 
 def _sum_over_shards(cotangent: jax.Array, places: jax.Array, size: int) -> jax.Array:
-    """`sum_rows` of [..., D], of each shard of the first dimension on its device, and then of the shards."""
+    """`sum_rows` of [B, T, D], of each shard of rows and tokens on its device, and then of the shards."""
     mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1 and axis not in mesh.manual_axes)
+    rows, tokens = (
+        tuple(axis for axis in names if mesh.shape.get(axis, 1) > 1 and axis not in mesh.manual_axes)
+        for names in (BATCH_AXES, ("context",))
+    )
 
     def local(cotangent: jax.Array, places: jax.Array) -> jax.Array:
         return sum_rows(cotangent.reshape(-1, cotangent.shape[-1]), places.reshape(-1), size)
 
-    if not axes:
+    if not rows + tokens:
         return local(cotangent, places)
-    spec, names = PartitionSpec(axes), set(mesh.axis_names) - set(mesh.manual_axes)
+    names = set(mesh.axis_names) - set(mesh.manual_axes)
+    spec, parts = PartitionSpec(rows, tokens) if tokens else PartitionSpec(rows), PartitionSpec(rows + tokens)
     of_shards = jax.shard_map(
-        lambda *given: local(*given)[None], in_specs=(spec, spec), out_specs=spec, axis_names=names, check_vma=False
+        lambda *given: local(*given)[None], in_specs=(spec, spec), out_specs=parts, axis_names=names, check_vma=False
     )
     return jnp.sum(of_shards(cotangent, places), axis=0)

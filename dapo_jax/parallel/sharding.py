@@ -20,8 +20,8 @@ Rules = Mapping[str, tuple[str, ...]]  # of each logical axis, the mesh axes tha
 
 TRAIN_RULES: Rules = {
     "vocab": ("tensor",),
-    "embed": ("fsdp", "expert"),
-    "expert_embed": ("fsdp",),
+    "embed": ("fsdp", "expert", "context"),
+    "expert_embed": ("fsdp", "context"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -149,9 +149,14 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def shards_left() -> int:
-    """Inside jit: the number of devices over which rows are divided, without the mapped axes of a shard_map."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(size for axis, size in mesh.shape.items() if axis in BATCH_AXES and axis not in mesh.manual_axes)
+    """Inside jit: the number of devices over which tokens are divided, without the mapped axes of a shard_map."""
+    mesh, axes = jax.sharding.get_abstract_mesh(), (*BATCH_AXES, "context")
+    return math.prod(size for axis, size in mesh.shape.items() if axis in axes and axis not in mesh.manual_axes)
+
+
+def context_shards() -> int:
+    """Inside jit: the number of devices over which the tokens of a sequence are divided."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get("context", 1)
 
 
 def tensor_shards() -> int:
@@ -160,16 +165,16 @@ def tensor_shards() -> int:
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:
-    """Inside jit: shards the first dimension of `x` over the batch axes."""
-    return constrain(x, PartitionSpec(BATCH_AXES))
+    """Inside jit: shards the rows of `x` [B, T, ...] over the batch axes, and its tokens over "context"."""
+    return constrain(x, PartitionSpec(BATCH_AXES, "context"))
 
 
 def constrain_residual(x: jax.Array) -> jax.Array:
-    """Inside jit: shards the residual stream [B, T, D] between layers, rows over the batch axes and D over tensor.
+    """Inside jit: shards the residual stream [B, T, D] between layers, rows as `constrain_rows` and D over tensor.
 
     This also divides what is saved for the backward pass. A D that "tensor" does not divide stays whole.
     """
-    return constrain(x, PartitionSpec(BATCH_AXES, None, "tensor" if x.shape[-1] % tensor_shards() == 0 else None))
+    return constrain(x, PartitionSpec(BATCH_AXES, "context", "tensor" if x.shape[-1] % tensor_shards() == 0 else None))
 
 
 def gather_input(x: jax.Array, dtype: Any) -> jax.Array:
@@ -195,10 +200,11 @@ _rounded_and_gathered.defvjp(
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Inside jit: rows [B, T, D] of `table` [V, D] for tokens [B, T], on the devices of the tokens' rows.
 
-    Each device along "tensor" looks up the tokens in its share of the vocabulary, and a sum combines them.
+    Each device along "tensor" looks up the tokens in its share of the vocabulary, and a sum combines them. So the
+    gradient too is computed where the tokens lie; left to XLA, it would gather the cotangents along "context".
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape["tensor"] == 1:
+    if tensor_shards() == context_shards() == 1:
         return rows_of(constrain(table, PartitionSpec()), constrain_rows(tokens))
     axes = set(mesh.axis_names) - set(mesh.manual_axes)  # all: XLA aborts on CPUs where bfloat16 is summed over a part
 
@@ -208,7 +214,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
         found = rows_of(share, jnp.where(here, place, 0))
         return jax.lax.psum(jnp.where(here[..., None], found, 0), "tensor")
 
-    rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes))
+    rows = _within(PartitionSpec(BATCH_AXES, "context"), [*axes])
     return jax.shard_map(
         of_share, in_specs=(PartitionSpec("tensor"), rows), out_specs=rows, axis_names=axes, check_vma=False
     )(table, tokens)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from dapo_jax.config.sections import ActorConfig, Config, DataConfig, ModelConfig, OptimConfig
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.context import undivided
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.preflight.compiled import CACHE, DECODING, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES, Compiled
 from dapo_jax.preflight.programs import Step
@@ -30,7 +31,7 @@ def advise(
     more_shards = _more_shards(config.actor.optim, meshes.sampling.shape)
     kept = remat_policy(config, arch, meshes.training)
     smaller_passes = _smaller_passes(config.model, config.actor, config.data, attention, kept)
-    smaller_passes += _more_train_tensor(arch, meshes.training.shape)
+    smaller_passes += _more_train_tensor(arch, meshes.training.shape) or _more_context(arch, meshes.training.shape)
     fewer_rows = [f"set rollout.max_num_seqs={max(step.rows // 2, config.rollout.n)}", *more_tensor]
     lines = []
     for stage in dict.fromkeys(one.program.stage for one in programs):
@@ -110,3 +111,10 @@ def _more_train_tensor(arch: Architecture, mesh: Mapping[str, int]) -> list[str]
     """A larger mesh.train_tensor, if it divides the key-value heads."""
     larger = 2 * mesh["tensor"]
     return [f"set mesh.train_tensor={larger}"] if arch.num_kv_heads % larger == 0 and mesh["fsdp"] % 2 == 0 else []
+
+
+def _more_context(arch: Architecture, mesh: Mapping[str, int]) -> list[str]:
+    """A larger mesh.context, if it divides the heads."""
+    larger = 2 * mesh.get("context", 1)
+    fits = mesh["fsdp"] % 2 == 0 and not undivided(arch, mesh["tensor"], larger)
+    return [f"set mesh.context={larger}"] if fits else []

@@ -14,6 +14,7 @@ from dapo_jax.errors import InputError, divisors, nearest
 from dapo_jax.learner.trainable import HOST, Passes
 from dapo_jax.learner.trained_networks import Network, trained
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.context import undivided
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, platform, split_devices, with_tensor
@@ -42,8 +43,8 @@ def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | Non
     check_stops(config, arch, sampling)
     networks = trained(config)
     size = _train_tensor(config, arch, networks, whole)
-    _refuse(_training_problems(arch, networks, config.data.train_batch_size, whole, size))
-    mesh = with_tensor(whole, size)
+    _refuse(_training_problems(config, arch, networks, whole, size))
+    mesh = with_tensor(whole, size, config.mesh.context)
     check_memory(networks, config.model, mesh)
     return Meshes(mesh, sampling)
 
@@ -68,22 +69,28 @@ def _train_tensor(config: Config, arch: Architecture, networks: Mapping[str, Net
     sizes = divisors(mesh.shape["tensor"])
     usable = memory_by_kind(config.trainer, mesh)
     for size in sizes:
-        changed = with_tensor(mesh, size)
+        if _training_problems(config, arch, networks, mesh, size):
+            continue
+        changed = with_tensor(mesh, size, config.mesh.context)
         shards = num_batch_shards(changed)
-        if (
-            all(network.mini_batch_rows >= shards for network in networks.values())
-            and not _training_problems(arch, networks, config.data.train_batch_size, mesh, size)
-            and (usable is None or fits_memory(config, arch, changed, usable))
+        if all(network.mini_batch_rows >= shards for network in networks.values()) and (
+            usable is None or fits_memory(config, arch, changed, usable)
         ):
             return size
     return sizes[-1]
 
 
 def _training_problems(
-    arch: Architecture, networks: Mapping[str, Network], train_batch_size: int, mesh: Mesh, size: int
+    config: Config, arch: Architecture, networks: Mapping[str, Network], mesh: Mesh, size: int
 ) -> list[str]:
     """One line for each dimension of weights and batches that `mesh` does not divide with `size` along "tensor"."""
-    changed = with_tensor(mesh, size)
+    changed, context = with_tensor(mesh, size), config.mesh.context
+    if changed.shape["fsdp"] % context:
+        fitting = nearest(divisors(changed.shape["fsdp"]), context)
+        return [
+            f"mesh.context={context} must divide mesh.fsdp x mesh.tensor / mesh.train_tensor = "
+            f"{changed.shape['fsdp']}: set mesh.context={fitting}"
+        ]
     if changed == mesh:
         of_weights = _weight_problems(arch, mesh)
     else:
@@ -94,7 +101,21 @@ def _training_problems(
             f"{_fitting_size(arch, mesh, size)}"
             for axes, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
         ]
-    return of_weights + batch_problems(networks, train_batch_size, changed)
+    mesh = with_tensor(mesh, size, context)
+    of_batches = batch_problems(networks, config.data.train_batch_size, mesh)
+    return of_weights + of_batches + context_problems(arch, mesh)
+
+
+def context_problems(arch: Architecture, mesh: Mesh) -> list[str]:
+    """One line if the mesh of training does not divide the heads of a model."""
+    context, tensor = mesh.shape.get("context", 1), mesh.shape["tensor"]
+    if not (heads := undivided(arch, tensor, context)):
+        return []
+    fitting = [one for one in divisors(mesh.shape["fsdp"] * context) if not undivided(arch, tensor, one)]
+    return [
+        f"mesh.context={context} x {tensor} devices along tensor in training must divide {heads}: "
+        f"set mesh.context={nearest(fitting, context)}"
+    ]
 
 
 def _fitting_size(arch: Architecture, mesh: Mesh, size: int) -> str:
@@ -194,9 +215,10 @@ def device_notes(config: Config, mesh: Mesh, training: Passes | None = None) -> 
     device, dtype, lines = mesh.devices.flat[0], compute_dtype(config.model, mesh), []
     if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
         lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
-    if training and mesh.shape["tensor"] != config.mesh.tensor:
+    if training and (mesh.shape["tensor"] != config.mesh.tensor or "context" in mesh.shape):
+        context = f", mesh.context={config.mesh.context}" if "context" in mesh.shape else ""
         lines.append(
-            f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into "
+            f"mesh.train_tensor={config.mesh.train_tensor}{context}: training divides the devices into "
             f"{' and '.join(', '.join(f'{axis} {size}' for axis, size in mesh.shape.items()).rsplit(', ', 1))}"
         )
     if training:

@@ -37,6 +37,7 @@ from dapo_jax.run.base_models import (
     policy_identity,
     read_model,
 )
+from dapo_jax.run.meshes import context_problems
 from dapo_jax.run.passes import passes
 from dapo_jax.run.settings import actor_settings, algorithm_settings, all_micro_batches, micro_batches
 
@@ -131,7 +132,7 @@ def load_teacher(config: Config, policy: ActorSettings, tokenizer: Tokenizer, me
             "policy: lower it"
         )
     table = weight_table(arch)
-    if problems := indivisible_weights(table, dict(mesh.shape), TRAIN_RULES):
+    if problems := indivisible_weights(table, dict(mesh.shape), TRAIN_RULES) + context_problems(arch, mesh):
         raise InputError(f"the mesh does not fit {TEACHER}={options.path}: " + "; ".join(problems))
     settings = teacher_settings(policy, options, passes(config, arch, mesh))
     shown = shows_progress(config.trainer, config.monitor)

@@ -133,7 +133,7 @@ def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_sco
     kept = arch.num_layers * _kept_width(policy or given_policy(config.model), arch) / tensor
     scores = SCORES * arch.num_heads * longest / tensor if stores_scores else 0
     networks = trained(config)
-    tokens = max(network.max_tokens for network in networks.values())
+    tokens = max(network.max_tokens for network in networks.values()) / mesh.shape.get("context", 1)
     recurrent = 0  # each device has all channels, and the products of chunks of its heads
     if arch.delta is not None:
         recurrent = ARRAYS * arch.delta.channels + 4 * CHUNK * arch.delta.value_heads / tensor

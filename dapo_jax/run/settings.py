@@ -175,4 +175,5 @@ def micro_batches(network: Network, attention: BinAttention, arch: Architecture,
         attention=attention,
         flops=token_flops(arch),
         walks=arch.delta is not None,
+        parts=mesh.shape.get("context", 1),
     )

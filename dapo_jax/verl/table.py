@@ -295,7 +295,7 @@ NOT_NEEDED = (
     Entry(f"{ARR}.{{rollout,ref}}.log_prob_*", note="passes without a gradient use the actor's micro-batches"),
     Entry(
         f"{{{ACTOR},{ARR}.ref,critic}}.{{ulysses_sequence_parallel_size,fsdp_config.ulysses_sequence_parallel_size}}",
-        note="sequences stay whole: mesh.tensor divides heads, and fused attention stores no scores",
+        note="mesh.context, if one sequence does not fit: mesh.fsdp stores weights, and fused attention no scores",
     ),
     Entry(
         f"{{{ACTOR}.fsdp_config,{ARR}.ref.fsdp_config,critic.fsdp,critic.model.fsdp_config}}.*",

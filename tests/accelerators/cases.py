@@ -199,6 +199,12 @@ CASES = [
     Case("update of copies", UPDATE, {**ALONE, "mesh.data": 8, "mesh.fsdp": 1}),
     Case("training without tensor", step(), {"mesh.train_tensor": 1}),
     Case("training with more tensor", step("decoding", "actor"), {**ALONE, "mesh.fsdp": 4, "mesh.train_tensor": 2}),
+    Case(
+        "tokens of a sequence divided",
+        step("decoding", "actor", "log-prob"),
+        {**ALONE, "mesh.data": 1, "mesh.fsdp": 8, "mesh.context": 2},
+        family="qwen3",
+    ),
     Case("LoRA without tensor in training", step("decoding", "actor"), {**LORA, "mesh.train_tensor": 1}),
     Case("three layers", UPDATE, {"model.random.num_layers": 3}),
     Case("logits in several chunks", UPDATE, {"actor.logprob_chunk_size": 64}),

@@ -94,7 +94,8 @@ def parts_of(config: Config, topology: str, *, devices: tuple[int, int] = (0, 8)
     there = _devices(topology)[slice(*devices)]
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     mesh = make_mesh(*sizes, there, in_order=len(there) < 8)
-    return Parts(config, read_shape(config.model), Meshes(with_tensor(mesh, config.mesh.train_tensor), mesh))
+    training = with_tensor(mesh, config.mesh.train_tensor, config.mesh.context)
+    return Parts(config, read_shape(config.model), Meshes(training, mesh))
 
 
 @functools.cache

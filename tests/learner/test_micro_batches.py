@@ -47,20 +47,26 @@ def sequence(batch, row):
 
 
 @pytest.mark.parametrize("attention", KINDS.values(), ids=list(KINDS))
-@pytest.mark.parametrize(("shards", "tokens"), [(1, 300), (4, 80)])
-def test_each_token_sees_its_prompt_and_response_in_order(attention, shards, tokens):
-    """In passes of no more tokens than a device may have; values of a micro-batch find their places in the batch."""
+@pytest.mark.parametrize(("shards", "tokens", "parts"), [(1, 300, 1), (4, 80, 1), (2, 160, 3)])
+def test_each_token_sees_its_prompt_and_response_in_order(attention, shards, tokens, parts):
+    """In passes of no more tokens than a device may have; values of a micro-batch find their places in the batch.
+
+    Each of the `parts` devices of a share predicts from its own slots.
+    """
     batch, found, longest = batch_of(), [], max(len(sequence(batch_of(), row)) - 1 for row in range(48))
     written = np.zeros(batch.mask.shape, np.float32)
-    for piece in MicroBatches(shards, max_tokens_per_device=tokens, attention=attention).split(batch):
+    for piece in MicroBatches(shards, max_tokens_per_device=tokens, attention=attention, parts=parts).split(batch):
         packed, bins = piece.micro_batch, piece.micro_batch.bins
         assert len(bins.tokens) % shards == 0 and len(packed.mask) == shards
-        assert bins.tokens.size // shards <= attention.rounded(max(tokens, longest))
+        assert parts > 1 or bins.tokens.size // shards <= attention.rounded(max(tokens, longest))
+        assert bins.tokens.shape[1] % parts == packed.mask.shape[1] % parts == 0
+        width, predicted = bins.tokens.shape[1] // parts, packed.mask.shape[1] // parts
         piece.write(packed.old_logprobs, written)
         visible = np.asarray(visible_in_bins(bins))
         for share, target in np.argwhere(packed.mask):
             row, column = piece.rows[share, target], piece.columns[share, target]
-            number, source = divmod(packed.sources[share, target], bins.tokens.shape[1])
+            number, source = divmod(packed.sources[share, target], width)
+            source += target // predicted * width
             number += share * len(bins.tokens) // shards
             seen = np.flatnonzero(visible[number, source])
             whole = sequence(batch, row)

@@ -27,6 +27,7 @@ from dapo_jax.learner.distillation import ABSENT, judged
 from dapo_jax.learner.token_logprobs import TokenStatistics, highest, logits_of
 from dapo_jax.learner.update import in_pieces
 from dapo_jax.models.weights import init_params, weight_shardings, weight_table
+from dapo_jax.parallel.mesh import num_batch_shards, with_tensor
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, put, replicated
 from dapo_jax.parallel.stopping import unpaced
 
@@ -65,10 +66,11 @@ def gradient(whole):
 
 @pytest.mark.slow
 @pytest.mark.long("shape0")
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 2)])
-def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(shape, whole, gradient):
+@pytest.mark.parametrize(("shape", "context"), [((1, 2, 2), 1), ((2, 2, 2), 1), ((2, 2, 2), 2)])
+def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(shape, context, whole, gradient):
     expected, logprobs = whole
-    mesh, split = mesh_of(shape), bins(shape[0] * shape[1], 40)
+    mesh = with_tensor(mesh_of(shape), shape[2], context)
+    split = bins(num_batch_shards(mesh), 40, parts=context)
     batch, found = scored(mesh, split)
     np.testing.assert_array_equal(batch.candidates, expected.candidates)
     np.testing.assert_allclose(found, logprobs, atol=1e-5)

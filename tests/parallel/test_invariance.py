@@ -230,8 +230,8 @@ def test_the_pieces_of_a_loss_add_up(loss):
 @pytest.mark.slow
 def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
     batch, results = batch_of(reference()[0]), []
-    for micro, shape in ((32, (1, 1, 1)), (6, (1, 1, 1)), (16, DIVIDED)):
-        mesh = mesh_of(shape)
+    meshes = mesh_of((1, 1, 1)), mesh_of(DIVIDED), with_tensor(mesh_of(DIVIDED), 2, context=2)
+    for micro, mesh in ((32, meshes[0]), (6, meshes[0]), (16, meshes[1]), (16, meshes[2])):
         with jax.set_mesh(mesh):
             critic = critic_of(mesh)
             state = critic.init_from_policy(actor_on(mesh).trainable.init_random(0).params)

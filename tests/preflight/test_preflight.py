@@ -311,6 +311,7 @@ def test_passes_that_do_not_fit_are_divided_by_more_tensor_in_training_alone():
     for training, proposed in (((1, 8, 1), True), ((1, 4, 2), False)):
         (line,) = advice_of(measured(temporaries=11), RECOMPUTED, training, (1, 4, 2))
         assert ("set mesh.train_tensor=2" in line) == proposed and "mesh.tensor" not in line
+        assert ("set mesh.context=2" in line) != proposed
 
 
 def test_copies_of_the_parameters_are_divided_before_anything_is_offloaded():

@@ -9,7 +9,6 @@ from small_policy import engine_settings
 
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.paged_attention_gpu import attend
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.layout import EngineSettings, Layout, choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 
@@ -20,7 +19,7 @@ SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 def settings_of(model: str, mesh: tuple[int, int], **changes) -> EngineSettings:
     sizes = {"max_prompt_length": 2048, "max_response_length": LIMIT, "chunk_length": 0, "max_num_seqs": 0}
     sizes |= {"arch": read_architecture(SHAPES / model), "lookahead": 1, "memory_share": 0.85}
-    return engine_settings(AbstractMesh((1, *mesh), AXES), **{**sizes, **changes})
+    return engine_settings(AbstractMesh((1, *mesh), ("data", "fsdp", "tensor")), **{**sizes, **changes})
 
 
 def layout_of(
