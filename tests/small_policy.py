@@ -159,8 +159,7 @@ def rows(number: int) -> MicroBatches:
 def bins(shards: int, tokens: int, attention: BinAttention = XLA, parts: int = 1) -> MicroBatches:
     """Packed micro-batches of so many tokens on each of the devices, or on as many `parts` of them together."""
     flops = TokenFlops(layers=1.0, head=0.0, pair=0.01)
-    sizes = {"num_shards": shards, "max_tokens_per_device": tokens, "parts": parts}
-    return MicroBatches(**sizes, attention=attention, flops=flops)
+    return MicroBatches(shards, max_tokens_per_device=tokens, attention=attention, flops=flops, parts=parts)
 
 
 def micro_batch(batch: Batch) -> MicroBatch:

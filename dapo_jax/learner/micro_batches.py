@@ -208,10 +208,9 @@ class _Packer:
     def _targets(self, table: _Table, one: Pass, size: int) -> list[np.ndarray]:
         """Sources, sequences, rows and columns [S, U] of the response tokens, those of a device next to each other."""
         of_tokens, columns, devices, sources = self._sources(table, one)
-        order = np.argsort(devices, kind="stable")
-        before = np.searchsorted(devices[order], devices[order])
+        order, held = np.argsort(devices, kind="stable"), np.bincount(devices)
         places = np.empty_like(order)
-        places[order] = devices[order] * size + np.arange(len(order)) - before
+        places[order] = _counted(np.arange(len(held)) * size, held)
         numbers, shares = np.arange(len(table.rows)), table.bins * self.num_shards // len(one.bins)
         sequences = (numbers - _latest(numbers, np.diff(shares, prepend=-1) != 0) + 1)[of_tokens]
         found = (sources, 0), (sequences, 0), (table.rows[of_tokens], -1), (columns, 0)
