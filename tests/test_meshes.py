@@ -139,6 +139,12 @@ def test_the_estimate_of_memory_is_near_what_is_compiled():
     values.data.max_response_length = 20480
     values.actor.ppo_micro_batch_size_per_device = 1
     config = freeze(values)
+    found = []
+    for tensor, context in ((1, 1), (1, 4), (4, 1)):
+        sizes = {"data": 1, "fsdp": 64 // (tensor * context), "context": context, "tensor": tensor}
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        found.append(training_bytes(config, read_shape(config.model), mesh, stores_scores=False) / GIB)
+    assert found[2] < found[1] < 0.6 * found[0]  # "tensor" divides tables too
     for tensor, compiled in ((1, 18.95), (2, 12.45), (4, 8.84)):
         mesh = jax.sharding.AbstractMesh((1, 64 // tensor, tensor), ("data", "fsdp", "tensor"))
         found = training_bytes(config, read_shape(config.model), mesh, stores_scores=False) / GIB
