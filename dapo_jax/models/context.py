@@ -36,32 +36,44 @@ def on_all_devices(bins: Bins) -> Bins:
 def across_heads(attend: Attend) -> Attend:
     """Inside jit: `attend` for arrays [B, T, heads, H] whose tokens "context" divides; meanwhile it divides the heads.
 
-    Where there are fewer key-value heads than devices, several have a copy of the same.
+    Where there are fewer key-value heads than devices, several have a copy of the same, and where these do not divide
+    its query heads, zeros fill up.
     """
     if context_shards() == 1:
         return attend
 
     def of_heads(query: jax.Array, key: jax.Array, value: jax.Array, sink: jax.Array | None = None) -> jax.Array:
         query, key, value = (constrain(x, TOKENS) for x in (query, key, value))  # so their cotangents lie there too
-        copies = shared_heads(key.shape[2], tensor_shards(), context_shards()) // key.shape[2]
+        kv_heads, groups = key.shape[2], query.shape[2] // key.shape[2]
+        copies = math.lcm(kv_heads, tensor_shards() * context_shards()) // kv_heads
+        filled = -(-groups // copies) * copies
         if copies > 1:
-            key, value = (constrain(jnp.repeat(x, copies, axis=2), TOKENS) for x in (key, value))
+            key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+            query = _regrouped(query, 2, kv_heads, groups, filled)
+            sink = None if sink is None else _regrouped(sink, 0, kv_heads, groups, filled)
+            query, key, value = (constrain(x, TOKENS) for x in (query, key, value))
         query, key, value = (constrain(x, HEADS) for x in (query, key, value))
         attended = attend(query, key, value, sink).astype(query.dtype)  # as the next product takes it
-        return constrain(constrain(attended, HEADS), TOKENS).astype(jnp.float32)
+        attended = constrain(constrain(attended, HEADS), TOKENS)
+        return _regrouped(attended, 2, kv_heads, filled, groups).astype(jnp.float32)
 
     return of_heads
 
 
-def shared_heads(kv_heads: int, tensor: int, context: int) -> int:
-    """Key-value heads, with copies, that these axes divide."""
-    return math.lcm(kv_heads, tensor * context)
+def _regrouped(x: jax.Array, axis: int, kv_heads: int, groups: int, new: int) -> jax.Array:
+    """`x` with `new` query heads along `axis` for each key-value head instead of `groups`: zeros added, or some cut."""
+    if groups == new:
+        return x
+    by_group = x.reshape(*x.shape[:axis], kv_heads, groups, *x.shape[axis + 1 :])
+    if new < groups:
+        by_group = jax.lax.slice_in_dim(by_group, 0, new, axis=axis + 1)
+    else:
+        by_group = jnp.pad(by_group, [(0, (new - groups) * (i == axis + 1)) for i in range(by_group.ndim)])
+    return by_group.reshape(*x.shape[:axis], kv_heads * new, *x.shape[axis + 1 :])
 
 
 def undivided(arch: Architecture, tensor: int, context: int) -> str:
-    """The heads of a model that these axes do not divide, as in "the 6 query heads"; empty if they divide all."""
-    if context > 1 and arch.num_heads % shared_heads(arch.num_kv_heads, tensor, context):
-        return f"the {arch.num_heads} query heads in groups of one key-value head each"
+    """The heads of a model that these axes do not divide, as in "the 6 key heads"; empty if they divide all."""
     if context > 1 and arch.delta is not None and arch.delta.key_heads % (tensor * context):
         return f"the {arch.delta.key_heads} key heads of linear attention"
     return ""
