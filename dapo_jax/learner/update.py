@@ -148,7 +148,8 @@ def in_pieces(
     pieces, results = [], []
     for piece in micro_batches.split(batch):
         pieces.append(piece)
-        results.append(function(params, put(piece.micro_batch, batch_sharding(mesh))))
+        with jax.set_mesh(mesh):  # callers may be sampling, under the other mesh
+            results.append(function(params, put(piece.micro_batch, batch_sharding(mesh))))
         settle(results[-1])
         pace(results[-1])
 
