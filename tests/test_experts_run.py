@@ -93,9 +93,11 @@ def test_the_mesh_changes_no_policy(name, tmp_path):
 
 
 EXCHANGE = {"mesh.expert": 2, "mesh.fsdp": 4}
+LORA = {"model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}
 PAIRS = {  # what else a run with exchanged tokens has, and its mesh
     "whole": ({}, EXCHANGE),
-    "adapters": ({"model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}, EXCHANGE),
+    "adapters": (LORA, EXCHANGE),
+    "adapters, context": (LORA, EXCHANGE | {"mesh.context": 2}),
     "critic": ({"algorithm.adv_estimator": "gae", "critic.optim.eps": 1e-4}, EXCHANGE),
     "teacher": ({"algorithm.distillation.path": "MODEL", "algorithm.distillation.form": "top_k"}, EXCHANGE),
     "train_tensor": ({}, EXCHANGE | {"mesh.train_tensor": 2}),
