@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/qwen3.5_35b_a3b_math.py
 
-Hardware: 64 devices of 95 GB on several hosts (docs/scaling.md), such as a v5p:4x4x4 slice. Not run, so neither time
-nor result is known.
+Hardware: 64 devices of 95 GB on several hosts. Neither run nor compiled whole: begin with `dapo-jax preflight` for your
+devices. 16 of 80 GB with --config.mesh.fsdp=8 --config.mesh.expert=2 are too few, by 9 GiB each.
 Published: nothing for this recipe.
 
 Model: the text part of Qwen/Qwen3.5-35B-A3B of the Hugging Face hub; its vision tower is not read. The shape in

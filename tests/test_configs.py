@@ -17,7 +17,6 @@ from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import count_params, weight_table
-from dapo_jax.parallel.mesh import WITH_EXPERT
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
 from dapo_jax.run.meshes import batch_problems
 
@@ -116,7 +115,8 @@ def test_models_and_micro_batches_fit_the_mesh_of_large_recipes(name):
     assert f"Hardware: {num_devices} devices" in docstring(ROOT / "configs" / f"{name}.py")
     fsdp, expert, tensor = config.mesh.fsdp, config.mesh.expert, config.mesh.tensor
     assert config.mesh.data == -1 and num_devices % (fsdp * expert * tensor) == 0
-    mesh = AbstractMesh((num_devices // (fsdp * expert * tensor), fsdp, expert, tensor), WITH_EXPERT)
+    data = num_devices // (fsdp * expert * tensor)
+    mesh = AbstractMesh((data, fsdp, expert, tensor), ("data", "fsdp", "expert", "tensor"))
     for rules in (TRAIN_RULES, DECODE_RULES):
         assert indivisible_weights(weight_table(arch), dict(mesh.shape), rules) == []
     assert batch_problems(trained(config), config.data.train_batch_size, mesh) == []
