@@ -47,6 +47,7 @@ from dapo_jax.learner import update
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import meshes
+from dapo_jax.run.base_models import read_architecture_of
 from dapo_jax.training.loop import train
 
 TABLE = yaml.safe_load(Path(__file__).with_name("option_combinations.yaml").read_text())
@@ -128,6 +129,9 @@ def check(
     assert_same_checkpoint(stopped, folder / "whole")
 
     monkeypatch.undo()
+    if (problem := misfit(folder, changes | division)) is not None:
+        print(problem)
+        return None
     if changes.get("model.dtype") == "bfloat16":  # its rounding depends on the mesh
         run(folder / "divided", changes | division)
         return None
@@ -214,6 +218,16 @@ def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]]
         and not np.isclose(row.get(name, np.nan), other.get(name, np.nan), rtol=2e-3, atol=2e-4)
     ]
     assert not differing, "step, metric, found, expected:\n" + "\n".join(map(str, differing))
+
+
+def misfit(folder: Path, changes: dict[str, Any]) -> InputError | None:
+    """Why the devices cannot be divided so: with few rows, and passes of as many, some have none."""
+    config = small_config(folder, **changes)
+    try:
+        meshes.make_meshes(config, read_architecture_of(config.model))
+    except InputError as problem:
+        return problem
+    return None
 
 
 def is_refused(folder: Path, changes: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from dapo_jax.training.loop import train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("run")
+    workdir = tmp_path_factory.mktemp("runs") / "run"  # with no other run beside it, to be compared with
     changes = {"trainer.total_training_steps": 2, "monitor.num_samples": 6, "monitor.console": "json"}
     train(small_config(workdir, **changes))
     return workdir

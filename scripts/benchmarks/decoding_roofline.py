@@ -14,7 +14,6 @@ from dapo_jax.models.flops import token_flops
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.parallel.devices import GIB, LIMITS, Limits
 from dapo_jax.parallel.gpus import GPUS
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.preflight.rollout import KnownLengths
 from dapo_jax.rollout.layout import EngineSettings, Layout, choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
@@ -38,7 +37,7 @@ class Machine:
 
     def settings(self, *, prompt_limit: int, limit: int) -> EngineSettings:
         """The engine's settings for prompts and responses of at most so many tokens."""
-        mesh: Any = AbstractMesh((1, self.fsdp, self.tensor), AXES)
+        mesh: Any = AbstractMesh((1, self.fsdp, self.tensor), ("data", "fsdp", "tensor"))
         return EngineSettings(
             arch=self.arch,
             mesh=mesh,

@@ -72,6 +72,7 @@ def weighted(form, weights, given):
     return jnp.sum(read * weights), read
 
 
+@pytest.mark.slow
 def test_chunks_equal_the_recurrence_along_each_path_and_so_do_gradients():
     trees, branches = trees_and_branches()
     weights = np.random.default_rng(1).normal(size=(len(BINS), WIDTH, 4, 6)) * (trees > 0)[..., None, None]

@@ -12,7 +12,6 @@ from small_policy import engine_settings
 from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
 from dapo_jax.models.paged_attention import attend_gathered
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.layout import WIDEST_STEP, choose_layout, prompt_width, rungs, stretches_of
 from dapo_jax.rollout.lengths import LengthHistory
 
@@ -65,7 +64,8 @@ def test_the_history_says_how_much_slots_hold_and_how_equal_lengths_are():
 
 
 def stretches(prompts=16, free=1.0, **changes):
-    settings = engine_settings(AbstractMesh((1, 2, 1), AXES), **{"max_prompt_length": 32, "max_num_seqs": 0, **changes})
+    mesh = AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
+    settings = engine_settings(mesh, **{"max_prompt_length": 32, "max_num_seqs": 0, **changes})
     history = LengthHistory(settings.max_response_length)
     return choose_layout(settings, None, np.dtype(np.float32), [20] * prompts, 4, history, free * GIB)
 
