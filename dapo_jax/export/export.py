@@ -97,18 +97,17 @@ def export(
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config.model)
-    if keep_vision:
-        _whole_model(config.model.path, arch, adapter)
+    images_from = whole_model(config.model.path, arch, adapter=adapter) if keep_vision else None
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, expert=config.mesh.expert)
     check_weights(arch, mesh)
     params, saved = trained_params(Trained(config, directory, step), arch, mesh)
     card = model_card(flat(config), step, adapter=adapter, images=keep_vision) if is_first() else None
-    form: Any = {"dtype": dtype, "adapter": adapter, "keep_vision": keep_vision}
+    form: Any = {"dtype": dtype, "adapter": adapter, "images_from": images_from}
     write_policy(config, arch, tokenizer, mesh, params, output, **form, card=card, saved=saved)
     return step
 
 
-def _whole_model(path: str, arch: Architecture, adapter: bool) -> Path:
+def whole_model(path: str, arch: Architecture, *, adapter: bool) -> Path:
     """The directory of the model that also takes images from which model.path=`path` is; InputError if there is none.
 
     Every process must call it.
@@ -180,18 +179,18 @@ def write_policy(
     *,
     dtype: str,
     adapter: bool,
-    keep_vision: bool = False,
+    images_from: Path | None = None,
     card: str | None = None,
     saved: Identity | None = None,
 ) -> None:
     """Writes a policy with these trained `params`, sharded over `mesh`, to the new directory `output`; see `export`.
 
     Args:
+        images_from: the `whole_model` whose text part this is, and whose rest is kept; None = the text part alone.
         card: the text of README.md; None = no such file.
         saved: see `with_base`.
     """
     lora, shown = lora_of(config.model.lora, arch), shows_progress(config.trainer, config.monitor)
-    images_from = _whole_model(config.model.path, arch, adapter) if keep_vision else None
     with output_directory(output) as directory:
         if card is not None:
             (directory / "README.md").write_text(card, encoding="utf-8")

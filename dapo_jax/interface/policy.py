@@ -20,7 +20,7 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.environments.episodes import told
 from dapo_jax.errors import InputError
-from dapo_jax.export.export import write_policy
+from dapo_jax.export.export import whole_model, write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.interface.environments import Environment, Tool, beginnings, with_environment
 from dapo_jax.interface.samples import Prompt, Samples, comparing_groups, given_advantages
@@ -261,7 +261,8 @@ class Policy:
                 "its own: leave it out, or export the run's by TrainResult.export or `dapo-jax export --adapter`"
             )
         output, params, mesh = new_output(directory), self._models.actor.params, self._learner.mesh
-        form: Any = {"dtype": dtype, "adapter": adapter, "keep_vision": keep_vision}
+        images_from = whole_model(path, self.arch, adapter=adapter) if keep_vision else None
+        form: Any = {"dtype": dtype, "adapter": adapter, "images_from": images_from}
         write_policy(self.config, self.arch, self.tokenizer, mesh, params, output, **form)
 
     def close(self) -> None:
