@@ -140,8 +140,9 @@ def _wide_bins(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> lis
 
 
 def _narrow_bins(rows: _Rows, num_shards: int, most: int, pair_cost: float, rounded: Rounded) -> list[Pass]:
-    """Bins that hold little more than the longest sequence, many in a pass: attention computes all pairs in a bin.
+    """Bins that hold little more than the longest sequence, many in a pass.
 
+    For attention that computes all pairs in a bin, or a recurrence, which walks along all bins of a pass at once.
     Of few widths, the one with the least work; but not a wider one for a tenth, so that few shapes are compiled.
     """
     best, least, width = [], float("inf"), min(rounded(bucket(rows.longest)), most)

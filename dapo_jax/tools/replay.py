@@ -130,7 +130,7 @@ def planned(run: str | Path, step: int, tolerance: float | None, options: Mappin
 
 
 def _origin(folder: Path, config: Config, step: int) -> Origin | None:
-    """The nearest checkpoint before `step`; None for the beginning of a run that began with step 1."""
+    """The nearest checkpoint before `step`; without one, that from which the run began, or None."""
     directory, other = checkpoint_dir(str(folder), config.trainer), config.trainer.resume_from_path
     saved = saved_steps(directory)
     if before := [one for one in saved if one < step]:
@@ -290,7 +290,7 @@ class _Replaying:
         return [others]
 
     def _table(self, groups: Sequence[Group], sampled: Collected) -> str:
-        """The table of the group that is asked for."""
+        """The table of the requested group; empty if none was requested."""
         if (number := self._number) is None:
             return ""
         if not 1 <= number <= len(groups):
