@@ -64,7 +64,12 @@ RECIPE = {  # three steps, which end whatever the filter drops
     "algorithm.filter_groups.on_limit": "partial",
     "algorithm.filter_groups.on_empty": "skip_step",
 }
-LAYOUTS = ({"mesh.fsdp": 2, "mesh.tensor": 2}, {"mesh.fsdp": 4}, {"mesh.tensor": 2})  # on eight devices
+LAYOUTS = (  # on eight devices
+    {"mesh.fsdp": 2, "mesh.tensor": 2},
+    {"mesh.fsdp": 4},
+    {"mesh.tensor": 2},
+    {"mesh.fsdp": 4, "mesh.context": 2},
+)
 LIMIT_S = 300  # of a combination, which takes some five seconds
 SEEDS = 3  # with which a combination is tried, until rounding decides nothing
 COUNT, SEED = map(int, os.environ.get("OPTION_COMBINATIONS", "20:0").split(":"))

@@ -48,6 +48,7 @@ from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.lora import ALL_LINEAR, TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
+from dapo_jax.monitor.kept_batches import chosen_steps
 from dapo_jax.monitor.records import TRACKERS
 from dapo_jax.rewards.weighted import JUDGE
 
@@ -211,8 +212,10 @@ def _trainer_problems(trainer: TrainerConfig, monitor: MonitorConfig) -> Iterato
     profiled, last = trainer.profile_steps, trainer.total_training_steps
     if last == -1 and trainer.total_epochs is None:
         yield "trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them"
+    bounds = f"from 1 to {last}" if last > 0 else "from 1 on"
+    if (kept := chosen_steps(trainer.keep_batches)) is None or 0 < last < max(kept, default=1):
+        yield f"trainer.keep_batches={trainer.keep_batches} must be alarm or step numbers {bounds}, e.g. 2,3"
     if any(type(step) is not int or step < 1 or 0 < last < step for step in profiled):
-        bounds = f"from 1 to {last}" if last > 0 else "from 1 on"
         yield f"trainer.profile_steps={profiled} must be step numbers {bounds}, e.g. (2,3)"
     logger = trainer.logger
     if not {*filterfalse(is_own, logger)} <= {"console", *TRACKERS} or len({*logger}) < len(logger):

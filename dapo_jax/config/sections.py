@@ -600,6 +600,7 @@ class TrainerConfig:
     stop_patience_s: NotNegative[float] = 15.0  # seconds that a running update may take to finish after a signal
     stopped_exit_code: ExitCode = 0  # exit code after SIGTERM or SIGINT; 1 if the scheduler takes 0 for done
     max_nonfinite_steps: Positive[int] = 3  # a run ends after so many steps in a row with a non-finite loss or gradient
+    keep_batches: str = ""  # batches to keep in workdir/batches: steps such as 37,40, or alarm; empty = none
     profile_steps: tuple[int, ...] = ()  # training steps that JAX's profiler traces into workdir/profile
     max_try_make_batch: int | None = None  # EasyR1's name for filter_groups.max_num_gen_batches; null = not given
     READS = {

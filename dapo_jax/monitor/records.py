@@ -13,6 +13,7 @@ import numpy as np
 from dapo_jax.config.own_functions import is_own
 from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.errors import InputError
+from dapo_jax.monitor.kept_batches import MOST_BATCHES, Arrays, KeptBatches, write_batch
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.monitor.trackers import Tracker, guarded, start_own
@@ -24,7 +25,6 @@ _LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 # What metrics begin with whose values depend on the clock or the machine, not on what is computed.
 CLOCK = ("time/", "timing", "perf/", "environment/time_s/", "dynamic_sampling/first_release_s")
-_MAX_BATCHES = 10
 _OPTIONS = TrainerConfig()
 
 OnStep = Callable[[int, dict[str, float]], object]
@@ -70,6 +70,7 @@ class RunRecords:
         self._samples = workdir / "samples"
         self._samples.mkdir(parents=True, exist_ok=True)
         self._last_step = -1 if resume_step is None else resume_step
+        self._batches = KeptBatches(workdir, options.keep_batches)
         _drop_rows_after(workdir, self._last_step)
         for step, path in sample_files(workdir).items():
             if step > self._last_step:
@@ -116,6 +117,7 @@ class RunRecords:
             raise InputError('metric "step" would overwrite the step number: rename it')
         values = {name: _to_float(name, value) for name, value in metrics.items()}
 
+        self._batches.keep(step, values)
         self._metrics.write(to_json_line({"step": step, **values}))
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
@@ -162,14 +164,16 @@ class RunRecords:
         for tracker in self._trackers:
             tracker.add_samples(step, samples)
 
-    def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes a batch with a non-finite loss or gradient to `nonfinite/`; only the first ten of a run."""
-        if not self._enabled:
-            return
-        folder = self._samples.parent / "nonfinite"
-        folder.mkdir(exist_ok=True)
-        if len(list(folder.iterdir())) < _MAX_BATCHES:
-            np.savez_compressed(folder / f"step_{step:06d}.npz", allow_pickle=False, **arrays)
+    def hold_batch(self, step: int, arrays: Arrays, *, finite: bool) -> None:
+        """What a step has trained on: written to `nonfinite/` now, or to `batches/` with the row of the step.
+
+        Args:
+            finite: its loss and gradients are. Else the batch is written, if it is among the first ten of the run.
+        """
+        if self._enabled:
+            if not finite:
+                write_batch(self._samples.parent / "nonfinite", step, arrays(), at_most=MOST_BATCHES)
+            self._batches.hold(step, arrays)
 
     def __enter__(self) -> Self:
         return self

@@ -40,6 +40,7 @@ from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.errors import InputError, say
 from dapo_jax.interface.configs import with_changes
 from dapo_jax.monitor.environment import environment, recorded_environment, recorded_version
+from dapo_jax.monitor.kept_batches import read_batch
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.recipe import read_config
 from dapo_jax.monitor.records import METRICS, RunRecords, sample_files
@@ -190,6 +191,7 @@ def carried_out(plan: Plan, group: int | None = None) -> Replay:
             "trainer.checkpoint_dir": directory,
             "trainer.logger": (),
             "trainer.profile_steps": (),
+            "trainer.keep_batches": str(plan.step),
         }
         alone = {"trainer.coordinator": "", "trainer.num_processes": 1, "trainer.process_id": -1}
         config = with_values(plan.config, own | alone)
@@ -227,7 +229,7 @@ class _Replaying:
             for state, sampled in self._steps():
                 groups = self._compare(sampled)
                 if self._step == self._plan.step:
-                    self._found.not_compared = self._compare_checkpoint(state)
+                    self._found.not_compared = self._compare_batch() + self._compare_checkpoint(state)
                     self._found.table = self._table(groups, sampled)
         except RuntimeError as error:  # such as too few groups, with another verifier
             self._found.same("kept groups", f"the end of step {self._step}", "a row of metrics", str(error))
@@ -274,20 +276,28 @@ class _Replaying:
             self._found.rows(self._plan.rows[self._step], self._rows[self._step])
         return groups
 
+    def _compare_batch(self) -> list[str]:
+        """Compares what the step has trained on with what trainer.keep_batches kept; returns what has no record."""
+        kept, found = (read_batch(Path(folder), self._step) for folder in (self._plan.run, self._run.config.workdir))
+        if kept is None:
+            return ["tokens and log-probabilities of responses that are not in samples/"]
+        self._found.batch(kept, found or {})
+        return ["tokens and log-probabilities of responses that are not in samples/ and were not trained on"]
+
     def _compare_checkpoint(self, state: RunState) -> list[str]:
         """Compares the state after the step with its checkpoint; returns what cannot be compared, in words."""
-        compared, others = self._found, "tokens and log-probabilities of responses that are not in samples/"
+        compared = self._found
         if self._step not in self._checkpoints.steps():
-            return [others, f"weights: step {self._step} has no checkpoint"]
+            return [f"weights: step {self._step} has no checkpoint"]
         saved, stream = self._checkpoints.record(self._step)
         found = saved_arrays(state, self._run.problems.train_set)
         compared.arrays("state", {**stream, "engine": {}}, {**found, "engine": {}})
         if compared.tolerance or not saved.arrays:
-            return [others, "weights: their checksums say nothing about rounding"]
+            return ["weights: their checksums say nothing about rounding"]
         models = {name: one for name, one in vars(state.models).items() if one is not None}
         for name, checksum in checksums(models).items():
             compared.same("weights", f"the checksum of {name}", saved.arrays.get(name), checksum)
-        return [others]
+        return []
 
     def _table(self, groups: Sequence[Group], sampled: Collected) -> str:
         """The table of the requested group; empty if none was requested."""

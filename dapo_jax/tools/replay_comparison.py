@@ -11,11 +11,12 @@ import numpy as np
 from dapo_jax.algorithms.arguments import chosen
 from dapo_jax.algorithms.named import named_loss
 from dapo_jax.data.containers import Batch
-from dapo_jax.data.experience import OWN_SCORES, Experience
+from dapo_jax.data.experience import OWN_SCORES, SCORE, Experience
 from dapo_jax.learner.actor import loss_options
 from dapo_jax.learner.batch import policy_statistics
 from dapo_jax.learner.update import mini_batches
 from dapo_jax.monitor.console import aligned
+from dapo_jax.monitor.kept_batches import GROUPS
 from dapo_jax.monitor.records import CLOCK
 from dapo_jax.run.parts import Run
 from dapo_jax.training.sample_texts import HELD_OUT_KIND
@@ -36,6 +37,11 @@ PARTS = {  # what a step computes, in its order: the metrics of each begin so, t
     "held-out problems": ("eval/",),
     "weights": (),
     "state": (),
+}
+ARRAYS = {  # of a kept batch, by the part that has computed them; besides log-probabilities and scores
+    "prompts": ("prompts", "prompt_mask", "prompt_tokens", "numbers", "rows"),
+    "tokens": ("responses", "mask", "by_policy", "finished", "experts", "prompt_experts", "expert_tokens"),
+    "advantages": ("advantages", "returns", "values"),
 }
 ABSENT = "absent"
 _TEXTS = ("kind", "prompt", "response", "turns", "ground_truth", "length")  # of a sample, besides its scores
@@ -147,6 +153,18 @@ class Replay:
                 where = f"group {number}, response {at + 1}, {short(wanted[0])} to {short(prompt)}: {name}"
                 part = "rewards" if name in OWN_SCORES else "verdicts"
                 self.same(part, where, scores.get(name, ABSENT), now.get(name, ABSENT))
+
+    def batch(self, recorded: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
+        """Compares the arrays of a kept batch, each as the part that has computed it."""
+        for name in {**recorded, **found}:
+            own = name.removeprefix(GROUPS)
+            score = own.removeprefix(SCORE)
+            part = next((part for part, names in ARRAYS.items() if own in names), "kept groups")
+            if "logprobs" in own:
+                part = "log-probabilities"
+            elif score != own:
+                part = "rewards" if score in OWN_SCORES else "verdicts"
+            self.arrays(part, *({name: one[name]} if name in one else {} for one in (recorded, found)))
 
     def arrays(self, part: str, recorded: Any, found: Any) -> None:
         """Compares arrays, nested by name; of one that differs, the first number that does is kept."""

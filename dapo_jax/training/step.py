@@ -12,14 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from dapo_jax.config.derived import gen_batch_size, segment_steps
-from dapo_jax.data.containers import Batch
-from dapo_jax.data.experience import Collected, Experience
+from dapo_jax.data.experience import Collected, Experience, to_arrays
 from dapo_jax.dynamic_sampling.accepted import Accepted, accept
 from dapo_jax.dynamic_sampling.accumulation import Found
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
@@ -30,6 +29,7 @@ from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import saved_fields
 from dapo_jax.learner.update import Finish
 from dapo_jax.monitor import filter_log
+from dapo_jax.monitor.kept_batches import GROUPS, Arrays
 from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms
@@ -47,7 +47,11 @@ from dapo_jax.training.state import RunState
 
 logger = logging.getLogger("dapo_jax.train")  # the command's log
 
-KeepBatch = Callable[[int, dict[str, np.ndarray]], None]  # (step, arrays)
+
+class HoldBatch(Protocol):
+    """Takes the arrays that a step has trained on; `finite`: so are its loss and gradients."""
+
+    def __call__(self, step: int, arrays: Arrays, *, finite: bool) -> None: ...
 
 
 def sample_batch(
@@ -144,12 +148,12 @@ def train_on(
     step: int,
     *,
     lowest: Mapping[str, float] = NOTHING,
-    keep_batch: KeepBatch = lambda step, arrays: None,
+    hold_batch: HoldBatch = lambda step, arrays, *, finite: None,
 ) -> tuple[Models, Finish]:
     """Advantages of the accepted groups (equation 9), then all updates on them; without groups, nothing.
 
-    Only starts the updates: the second result waits for them and returns metrics and histograms. A batch whose loss or
-    gradient is not finite goes to `keep_batch`.
+    Only starts the updates: the second result waits for them, tells `hold_batch` of the batch, and returns metrics and
+    histograms.
 
     Args:
         lowest: of each number that the verifier has given.
@@ -164,17 +168,22 @@ def train_on(
     models, wait = update(learner, models, batch, rates)
     segments = segments_of(run.config.rollout, run.config.data)
     found, histograms = batch_records(batch, experience, learner.batching, segments, step)  # while the devices work
-    return models, functools.partial(finished, wait, batch, metrics | found, histograms, recomputed, step, keep_batch)
+
+    def arrays() -> dict[str, np.ndarray]:
+        groups = to_arrays(experience, run.problems.train_set)
+        return saved_fields(batch) | {GROUPS + name: value for name, value in groups.items()}
+
+    hold = functools.partial(hold_batch, step, arrays)
+    return models, functools.partial(finished, wait, metrics | found, histograms, recomputed, step, hold)
 
 
 def finished(
     wait: Finish,
-    batch: Batch,
     of_batch: Mapping[str, float],
     histograms: Histograms,
     recomputed: bool,
     step: int,
-    keep_batch: KeepBatch,
+    hold: Callable[..., None],
 ) -> tuple[dict[str, float], Histograms]:
     """Waits for the updates on a batch: their metrics and histograms, with those of the batch."""
     metrics, of_update = wait()
@@ -183,7 +192,7 @@ def finished(
         metrics.pop("rollout_corr/first_clipfrac", None)
     if not is_finite(metrics):
         logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
-        keep_batch(step, saved_fields(batch))
+    hold(finite=is_finite(metrics))
     return metrics, of_update | histograms
 
 
@@ -207,7 +216,7 @@ def train_step(
     if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
         weights = run.learner.networks.decode_weights(state.models.actor.params)  # before the update donates them
     models, finish = train_on(
-        run, state.models, sampled.experience, progress, step, lowest=stream.lowest, keep_batch=records.write_batch
+        run, state.models, sampled.experience, progress, step, lowest=stream.lowest, hold_batch=records.hold_batch
     )
     if weights is not None:  # other devices sample while these train
         ahead, later = sample_batch(run, weights, stream, progress, step + 1)

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from environments.test_episodes import FILE
 from judge_server import Answer, judge_server
@@ -133,6 +134,25 @@ def test_verdicts_of_a_verifier_that_has_changed_are_named(tmp_path):
     assert (first.step, first.part) == (1, "verdicts") and "\nfirst difference: step 1, verdicts: group" in str(found)
     [note] = module.planned(tmp_path / "run", 2, None, ()).notes
     assert note.startswith("reward.function=") and "is not" in note
+
+
+@pytest.mark.slow
+def test_a_batch_that_was_kept_is_compared_array_by_array(tmp_path):
+    changes = {"trainer.keep_batches": "2", "actor.old_logprob": "recompute", "trainer.total_training_steps": 2}
+    train(small_config(tmp_path, **changes))
+    path = tmp_path / "batches" / "step_000002.npz"
+    assert list(path.parent.iterdir()) == [path]
+    found = dx.replay(tmp_path, 2)
+    assert found.equal and found.counts["log-probabilities"] > dx.replay(tmp_path, 1).counts["log-probabilities"]
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["old_logprobs"][3, 0] += 0.5
+    arrays["groups/score acc"][1, 2] += 1
+    np.savez(path, **arrays)
+    verdict, logprob = dx.replay(tmp_path, 2).differences
+    assert (verdict.part, verdict.name) == ("verdicts", "['groups/score acc'][1, 2]")
+    assert (logprob.part, logprob.name) == ("log-probabilities", "['old_logprobs'][3, 0]")
+    assert logprob.recorded == pytest.approx(logprob.found + 0.5)
 
 
 @pytest.mark.slow
