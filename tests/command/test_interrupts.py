@@ -131,7 +131,7 @@ assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; print('ends')
 
 # Early, each command; late, in code that they share, one of them in the long lane.
 BEGUN = {command: "dapo_jax.command.validation:validate" for command in SENTENCES}
-BEGUN["export"] = "dapo_jax.command.output_directory:new_output"
+BEGUN["export"] = "dapo_jax.export.export:as_trained"  # reads the config of the run
 
 
 @pytest.mark.short("train-numpy", "-jax")
