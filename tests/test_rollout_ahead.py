@@ -1,6 +1,7 @@
 """Sampling a batch ahead, on devices of its own: what it is defined to be, its records, and how it goes on."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from small_run import Killed, assert_same_checkpoint, assert_same_policy, rows_w
 
 from dapo_jax.data.experience import Collected
 from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
+from dapo_jax.learner import update
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
@@ -81,6 +83,21 @@ def test_it_is_what_it_is_defined_to_be(tmp_path, divided):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     for row, wanted in zip(read_metrics(folder)[1:], metrics, strict=True):
         assert {name: row[name] for name in wanted} == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_the_host_waits_for_no_optimizer_step_before_it_samples(estimator, tmp_path, monkeypatch):
+    """Else sampling would overlap with the last one alone: with a critic, too."""
+    events, fetch, settle = [], update.fetch, update.settle
+    monkeypatch.setattr(update, "fetch", lambda arrays: events.append("w") or fetch(arrays))
+    monkeypatch.setattr(update, "settle", lambda arrays: events.append("b") or settle(arrays))
+    use_two_devices(monkeypatch)
+    changes = {"trainer.total_training_steps": 1, "actor.ppo_epochs": 2, "algorithm.adv_estimator": estimator}
+    train(small_config(tmp_path, **{**AHEAD, **changes}))
+    # each mini-batch's weights are waited for, then its steps begin; values come before, and results after
+    weights, values = (2, "") if estimator == "grpo" else (4, "b+w")
+    assert re.fullmatch(rf"{values}w{{{weights}}}b{{8,}}w{{{weights // 2}}}", "".join(events)), events
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_a_run_that_ends_in_other_phases_saves_and_resumes(whole, tmp_path, monk
     assert item(tmp_path, 2, "metrics/metrics")["value"] == mean_accuracy(whole[2][2])  # keep-best forgot it
     ends(monkeypatch, config, step_module, "sample_groups", 2, action=fail, error=RuntimeError, match="too few groups")
     assert saved(tmp_path) == [1, 2, 3]
-    ends(monkeypatch, config, update_module, "_loss_weights", 2)  # between optimizer steps: it ends within the patience
+    ends(monkeypatch, config, update_module, "_optimizer_step", 2)  # it ends within the patience
     assert saved(tmp_path) == [1, 2, 3, 4]
     assert_as_undisturbed(train(config), tmp_path, whole)
 
@@ -96,7 +96,7 @@ def test_an_update_that_outlasts_the_patience_is_thrown_away(whole, tmp_path, mo
     )
     for save_freq, kept, words in attempts:
         config = small_config(tmp_path, **impatient, **{"trainer.save_freq": save_freq})
-        ends(monkeypatch, config, update_module, "_loss_weights", 6)
+        ends(monkeypatch, config, update_module, "_optimizer_step", 6)
         assert saved(tmp_path) == kept and words in (tmp_path / "train.log").read_text()
     assert_as_undisturbed(train(config), tmp_path, whole)
     rounds = sum(row["train/num_gen_batches"] for row in whole[2][1:])

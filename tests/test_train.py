@@ -59,7 +59,7 @@ def test_a_run_that_is_killed_in_each_phase_ends_as_one_that_is_not(whole, tmp_p
         (step_module, "sample_groups", 2),  # of step 2, as all the following
         (step_module, "make_batch", 1),
         (step_module, "update", 1),
-        (update_module, "_loss_weights", 2),  # between its optimizer steps
+        (update_module, "_optimizer_step", 2),  # between its optimizer steps
         (train_module, "evaluate", 1),
         (RunRecords, "write_samples", 1),
         (train_module, "record", 1),

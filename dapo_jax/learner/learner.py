@@ -20,7 +20,7 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.trainable import WithFrozen
 from dapo_jax.learner.trained_networks import Network
-from dapo_jax.learner.update import Finish, OnMicroBatch, Update, update_critic, update_policy
+from dapo_jax.learner.update import Finish, OnMicroBatch, Update, update_critic, update_policy, with_loss_weights
 from dapo_jax.models.identity import Identity
 from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.monitor.tensorboard import Histograms
@@ -117,21 +117,23 @@ def update(
     networks, batching, stage = learner.networks, learner.batching, learner.monitor.stage
     waits: list[tuple[str, Finish, dict[str, float]]] = []
 
-    def settings(name: str) -> Update:
-        return Update(batching.trained[name], batching.micro_batches[name], learning_rates[name])
+    def given(name: str, rate: float) -> tuple[Batch, Update]:
+        network = batching.trained[name]
+        return with_loss_weights(batch, network, learner.mesh), Update(network, batching.micro_batches[name], rate)
 
+    of_network = {name: given(name, rate) for name, rate in learning_rates.items()}  # before any step begins
     if "critic" in learning_rates:
         assert networks.critic is not None and models.critic is not None
         with stage("update_critic"):
-            of_critic = networks.critic, models.critic, batch, settings("critic"), learner.mesh, learner.pace
-            critic, wait = update_critic(*of_critic)
+            critic, wait = update_critic(
+                networks.critic, models.critic, *of_network["critic"], learner.mesh, learner.pace
+            )
         models = dataclasses.replace(models, critic=critic)
         waits.append(("update_critic", wait, {"critic/lr": learning_rates["critic"]}))
     if "actor" in learning_rates:
         networks.decode_weights.drop()
         with stage("update_actor"):
-            of_actor = networks.actor, models.actor, batch, settings("actor"), learner.mesh, learner.pace
-            actor, wait = update_policy(*of_actor)
+            actor, wait = update_policy(networks.actor, models.actor, *of_network["actor"], learner.mesh, learner.pace)
         models = dataclasses.replace(models, actor=actor)
         options = batching.actor
         kl_coef = {"actor/kl_coef": options.kl_loss_coef} if options.use_kl_loss else {}

@@ -177,31 +177,51 @@ def _optimizer_steps(
 
     Mini-batch j is the j-th of `mini_batches`; which rows it holds never depends on their lengths.
     """
-    steps, work, micro_batches = [], Work(), settings.micro_batches
+    steps, work = [], Work()
+    if batch.loss_weights is None:
+        batch = with_loss_weights(batch, settings.network, mesh)
     for _ in range(settings.network.options.ppo_epochs):
         for mini_batch in mini_batches(batch, settings.network.mini_batch_rows):
             if not mini_batch.loss_mask.any():  # nothing to learn: momentum alone must not move the weights
                 continue
             if prepare is not None:
-                mini_batch = prepare(state, mini_batch)
-            mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings.network, mesh))
-            gradients = trainable.zero_gradients(state.params)
-            parts: list[Metrics] = []
-            operands = trainable.operands(state.params)
-            work += Work(needed=micro_batches.needed(mini_batch))
-            for piece in micro_batches.split(mini_batch):
-                work += Work(computed=micro_batches.computed(piece))
-                placed = put(piece.micro_batch, batch_sharding(mesh))
-                gradients, new = trainable.accumulate(operands, gradients, placed)
-                settle(gradients)
-                parts.append(new)
-                pace(new)
-            del operands
-            state, norm = trainable.apply(state, gradients, np.float32(settings.learning_rate))
-            settle(state)
-            del gradients  # before the next ones are made
-            steps.append((functools.reduce(_merge, parts), norm))
+                prepared = prepare(state, dataclasses.replace(mini_batch, loss_weights=None))
+                mini_batch = dataclasses.replace(prepared, loss_weights=mini_batch.loss_weights)
+            state, found, of_step = _optimizer_step(trainable, state, mini_batch, settings, mesh, pace)
+            steps.append(found)
+            work += of_step
     return state, steps, work
+
+
+def _optimizer_step(
+    trainable: Trainable, state: TrainState, mini_batch: Batch, settings: Update, mesh: Mesh, pace: OnMicroBatch
+) -> tuple[TrainState, tuple[Metrics, jax.Array], Work]:
+    """Gradients of all micro-batches of a mini-batch, and the step; what `_optimizer_steps` returns, of this one."""
+    micro_batches = settings.micro_batches
+    gradients, operands = trainable.zero_gradients(state.params), trainable.operands(state.params)
+    parts, work = list[Metrics](), Work(needed=micro_batches.needed(mini_batch))
+    for piece in micro_batches.split(mini_batch):
+        work += Work(computed=micro_batches.computed(piece))
+        placed = put(piece.micro_batch, batch_sharding(mesh))
+        gradients, new = trainable.accumulate(operands, gradients, placed)
+        settle(gradients)
+        parts.append(new)
+        pace(new)
+    del operands
+    state, norm = trainable.apply(state, gradients, np.float32(settings.learning_rate))
+    settle(state)
+    return state, (functools.reduce(_merge, parts), norm), work
+
+
+def with_loss_weights(batch: Batch, network: Network, mesh: Mesh) -> Batch:
+    """`batch` with the weight of each token in the loss of its mini-batch, for all optimizer steps.
+
+    The devices compute them, so do this before the first step begins: later, the host would wait for that step.
+    """
+    weights, numbered = np.zeros(batch.mask.shape, np.float32), np.arange(len(batch.mask))
+    for one in mini_batches(dataclasses.replace(batch, loss_weights=numbered), network.mini_batch_rows):
+        weights[one.loss_weights] = _loss_weights(one, network, mesh)
+    return dataclasses.replace(batch, loss_weights=weights)
 
 
 def _loss_weights(mini_batch: Batch, network: Network, mesh: Mesh) -> np.ndarray:
