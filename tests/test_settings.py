@@ -63,6 +63,12 @@ def test_epochs_that_do_not_reach_a_step_are_refused(num_prompts, done, profiled
         settings.with_total_steps(trainer, 4, num_prompts, done=done)
 
 
+def test_epochs_that_do_not_reach_a_batch_to_keep_are_refused():
+    changes = {"trainer.total_epochs": 1, "trainer.total_training_steps": -1, "trainer.keep_batches": "1,3"}
+    with pytest.raises(ValueError, match="must reach trainer.keep_batches=1,3: raise it"):
+        settings.with_total_steps(small_config("unused", **changes).trainer, 4, 8, done=0)
+
+
 DEVICES = {
     "cpu": SimpleNamespace(platform="cpu", device_kind="cpu", addressable_memories=memories("pinned_host")),
     "tpu": SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"),

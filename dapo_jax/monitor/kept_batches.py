@@ -33,10 +33,14 @@ class KeptBatches:
 
     Args:
         choice: steps with commas between them; or alarm, for the first ten steps with an alarm/* of 1; or nothing.
+        resume_step: batches of later steps, which the run repeats, are dropped.
     """
 
-    def __init__(self, workdir: Path, choice: str) -> None:
+    def __init__(self, workdir: Path, choice: str, *, resume_step: int = -1) -> None:
         self._folder, self._with_alarm = workdir / FOLDER, choice == ALARM
+        for path in self._folder.glob("step_*.npz"):
+            if int(path.stem.removeprefix("step_")) > resume_step:
+                path.unlink()
         self._steps = chosen_steps(choice) or set[int]()
         self._held: tuple[int, Arrays] | None = None
 

@@ -70,7 +70,7 @@ class RunRecords:
         self._samples = workdir / "samples"
         self._samples.mkdir(parents=True, exist_ok=True)
         self._last_step = -1 if resume_step is None else resume_step
-        self._batches = KeptBatches(workdir, options.keep_batches)
+        self._batches = KeptBatches(workdir, options.keep_batches, resume_step=self._last_step)
         _drop_rows_after(workdir, self._last_step)
         for step, path in sample_files(workdir).items():
             if step > self._last_step:

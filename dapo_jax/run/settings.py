@@ -20,6 +20,7 @@ from dapo_jax.learner.trained_networks import Network
 from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.flops import token_flops
+from dapo_jax.monitor.kept_batches import chosen_steps
 from dapo_jax.parallel.mesh import num_batch_shards, platform
 from dapo_jax.rewards.weighted import parse_parts
 from dapo_jax.rollout.layout import EngineSettings
@@ -41,7 +42,8 @@ def with_total_steps(trainer: TrainerConfig, batch: int, num_prompts: int, *, do
         done: training steps that a resumed run has behind it.
 
     Raises:
-        InputError: the total is less than one step, than `done`, or than a step of trainer.profile_steps.
+        InputError: the total is less than one step, than `done`, or than a step of trainer.profile_steps or
+            trainer.keep_batches.
     """
     if trainer.total_epochs is None:
         return trainer
@@ -56,8 +58,9 @@ def with_total_steps(trainer: TrainerConfig, batch: int, num_prompts: int, *, do
         raise InputError(f"{name} is less than one step: raise it, lower data.train_batch_size, or give more prompts")
     if steps < done:
         raise InputError(f"{name} is less than the {done} steps already done: raise it, or choose another workdir")
-    if steps < max(trainer.profile_steps, default=1):
-        raise InputError(f"{name} must reach trainer.profile_steps={trainer.profile_steps}: raise it, or lower those")
+    for option, named in ("profile_steps", trainer.profile_steps), ("keep_batches", chosen_steps(trainer.keep_batches)):
+        if steps < max(named or (), default=1):
+            raise InputError(f"{name} must reach trainer.{option}={getattr(trainer, option)}: raise it, or lower those")
     logger.info("%s", name)
     if trainer.critic_warmup >= steps:
         logger.warning("%s", NO_POLICY_STEP)

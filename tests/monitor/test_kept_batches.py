@@ -36,6 +36,15 @@ def test_a_batch_is_kept_with_the_row_of_its_own_step_alone(tmp_path):
     assert read_batch(tmp_path, 1) is None and read_batch(tmp_path, 2) is None
 
 
+def test_batches_of_steps_that_are_repeated_are_dropped(tmp_path):
+    """Else one of a step that has no alarm this time would remain, with other numbers."""
+    assert kept_by(tmp_path, "alarm", [True] * 4) == [1, 2, 3, 4]
+    KeptBatches(tmp_path, "", resume_step=2)
+    assert [step for step in range(1, 5) if read_batch(tmp_path, step) is not None] == [1, 2]
+    KeptBatches(tmp_path, "alarm")
+    assert not list((tmp_path / "batches").iterdir())
+
+
 @pytest.mark.parametrize("choice", ["0", "1,", "-1", "1-3", "alarms", "alarm,1", " 1", "²"])
 def test_what_names_no_steps_is_told(choice):
     assert chosen_steps(choice) is None
