@@ -40,7 +40,7 @@ from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.errors import InputError, say
 from dapo_jax.interface.configs import with_changes
 from dapo_jax.monitor.environment import environment, recorded_environment, recorded_version
-from dapo_jax.monitor.kept_batches import read_batch
+from dapo_jax.monitor.kept_batches import FOLDER, batch_file, read_batch
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.recipe import read_config
 from dapo_jax.monitor.records import METRICS, RunRecords, sample_files
@@ -191,7 +191,7 @@ def carried_out(plan: Plan, group: int | None = None) -> Replay:
             "trainer.checkpoint_dir": directory,
             "trainer.logger": (),
             "trainer.profile_steps": (),
-            "trainer.keep_batches": str(plan.step),
+            "trainer.keep_batches": str(plan.step) if batch_file(plan.run / FOLDER, plan.step).is_file() else "",
         }
         alone = {"trainer.coordinator": "", "trainer.num_processes": 1, "trainer.process_id": -1}
         config = with_values(plan.config, own | alone)

@@ -38,9 +38,9 @@ PARTS = {  # what a step computes, in its order: the metrics of each begin so, t
     "weights": (),
     "state": (),
 }
-ARRAYS = {  # of a kept batch, by the part that has computed them; besides log-probabilities and scores
+ARRAYS = {  # of a kept batch, by the part that has computed them; besides log-probabilities, experts and scores
     "prompts": ("prompts", "prompt_mask", "prompt_tokens", "numbers", "rows"),
-    "tokens": ("responses", "mask", "by_policy", "finished", "experts", "prompt_experts", "expert_tokens"),
+    "tokens": ("responses", "mask", "by_policy", "finished"),
     "advantages": ("advantages", "returns", "values"),
 }
 ABSENT = "absent"
@@ -151,20 +151,13 @@ class Replay:
             number, group, at = min(matching, key=unlike)  # of several equal responses
             for name in scores | (now := group.scores(at)):
                 where = f"group {number}, response {at + 1}, {short(wanted[0])} to {short(prompt)}: {name}"
-                part = "rewards" if name in OWN_SCORES else "verdicts"
-                self.same(part, where, scores.get(name, ABSENT), now.get(name, ABSENT))
+                self.same(_part_of_score(name), where, scores.get(name, ABSENT), now.get(name, ABSENT))
 
     def batch(self, recorded: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
         """Compares the arrays of a kept batch, each as the part that has computed it."""
         for name in {**recorded, **found}:
-            own = name.removeprefix(GROUPS)
-            score = own.removeprefix(SCORE)
-            part = next((part for part, names in ARRAYS.items() if own in names), "kept groups")
-            if "logprobs" in own:
-                part = "log-probabilities"
-            elif score != own:
-                part = "rewards" if score in OWN_SCORES else "verdicts"
-            self.arrays(part, *({name: one[name]} if name in one else {} for one in (recorded, found)))
+            parts = ({name: one[name]} if name in one else {} for one in (recorded, found))
+            self.arrays(_part_of_array(name.removeprefix(GROUPS)), *parts)
 
     def arrays(self, part: str, recorded: Any, found: Any) -> None:
         """Compares arrays, nested by name; of one that differs, the first number that does is kept."""
@@ -182,6 +175,21 @@ class Replay:
             place = tuple(np.argwhere(~equal)[0].tolist()) if not np.all(equal) else None
             values = (0, 0) if place is None else (old[place].item(), new[place].item())
             self.same(part, name if place is None else f"{name}{list(place)}", *values)
+
+
+def _part_of_score(name: str) -> str:
+    return "rewards" if name in OWN_SCORES else "verdicts"
+
+
+def _part_of_array(name: str) -> str:
+    """What has computed an array of a kept batch."""
+    if name.startswith(SCORE):
+        return _part_of_score(name.removeprefix(SCORE))
+    if "expert" in name:  # those that tokens went to
+        return "tokens"
+    if "logprobs" in name:
+        return "log-probabilities"
+    return next((part for part, names in ARRAYS.items() if name in names), "kept groups")
 
 
 def _equal(recorded: Any, found: Any, tolerance: float) -> bool:

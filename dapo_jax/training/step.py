@@ -190,9 +190,9 @@ def finished(
     metrics |= of_batch  # if recomputed, they compare sampler and training pass
     if recomputed:  # then the first optimizer step compares the training pass with itself
         metrics.pop("rollout_corr/first_clipfrac", None)
-    if not is_finite(metrics):
+    if not (finite := is_finite(metrics)):
         logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
-    hold(finite=is_finite(metrics))
+    hold(finite=finite)
     return metrics, of_update | histograms
 
 
