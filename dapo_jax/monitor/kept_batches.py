@@ -38,9 +38,9 @@ class KeptBatches:
 
     def __init__(self, workdir: Path, choice: str, *, resume_step: int = -1) -> None:
         self._folder, self._with_alarm = workdir / FOLDER, choice == ALARM
-        for path in self._folder.glob("step_*.npz"):
-            if int(path.stem.removeprefix("step_")) > resume_step:
-                path.unlink()
+        for step in steps_kept(workdir):
+            if step > resume_step:
+                batch_file(self._folder, step).unlink()
         self._steps = chosen_steps(choice) or set[int]()
         self._held: tuple[int, Arrays] | None = None
 
@@ -62,6 +62,11 @@ class KeptBatches:
 def batch_file(folder: Path, step: int) -> Path:
     """The file of a step's batch."""
     return folder / f"step_{step:06d}.npz"
+
+
+def steps_kept(workdir: Path) -> list[int]:
+    """The steps of which a run has kept the batch."""
+    return sorted(int(path.stem.removeprefix("step_")) for path in (workdir / FOLDER).glob("step_*.npz"))
 
 
 def write_batch(folder: Path, step: int, arrays: Mapping[str, np.ndarray], *, at_most: int | None = None) -> None:

@@ -46,20 +46,25 @@ def build_learner(
     config: Config, arch: Architecture, tokenizer: Tokenizer, meshes: Meshes, monitor: Monitor, pace: OnMicroBatch
 ) -> Learner:
     """The networks on the mesh that trains, and what their batches depend on."""
-    mesh, settings = meshes.training, actor_settings(config, arch, meshes.training)
+    settings = actor_settings(config, arch, meshes.training)
+    batching = build_batching(config, arch, settings.passes, meshes.training, pad_id=tokenizer.pad_id)
+    return Learner(_build_networks(config, arch, settings, tokenizer, meshes, monitor.stage), batching, monitor, pace)
+
+
+def build_batching(config: Config, arch: Architecture, of_training: Passes, mesh: Mesh, *, pad_id: int) -> Batching:
+    """What batches depend on besides the networks; no weights are read."""
     algorithm, networks = algorithm_settings(config.algorithm, config.reward), trained(config)
-    batching = Batching(
+    return Batching(
         mesh=mesh,
         algorithm=algorithm,
         estimator=build_estimator(algorithm, arch.vocab_size, mesh),
         trained=networks,
-        micro_batches=all_micro_batches(networks, config.model, settings.passes.attention, arch, mesh),
+        micro_batches=all_micro_batches(networks, config.model, of_training.attention, arch, mesh),
         num_groups=config.data.train_batch_size,
-        rounding=ROUNDING if settings.passes.dtype == np.float32 else ROUNDING_BF16,
-        pad_id=tokenizer.pad_id,
+        rounding=ROUNDING if of_training.dtype == np.float32 else ROUNDING_BF16,
+        pad_id=pad_id,
         seed=config.seed,
     )
-    return Learner(_build_networks(config, arch, settings, tokenizer, meshes, monitor.stage), batching, monitor, pace)
 
 
 def _build_networks(

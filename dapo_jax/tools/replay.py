@@ -1,91 +1,62 @@
 """Host: computes a step of a run again from the run's own files, and says which number differs, if any.
 
-    dapo-jax replay RUN --step N [--group K] [--tolerance T] [OPTION=VALUE ...]
+    dapo-jax replay RUN --step N [--group K] [--from-batch] [--report FILE.html] [--tolerance T] [OPTION=VALUE ...]
 
 It starts from the nearest checkpoint before step N, or from the beginning, and computes all steps from there as the
 run did, on the devices that are here. Nothing is written to the run's folder; the run may still be training. --group K
-shows the way of the step's K-th group as a table. OPTION=VALUE changes the run's config, such as mesh.fsdp=1 for other
-devices, or the path of a file that has moved. docs/reliability.md says what is compared.
+shows the way of the step's K-th group as a table. --from-batch takes the batch that trainer.keep_batches has kept of
+the step, and computes what needs no weights: verdicts, rewards, kept groups, advantages. --report writes the run's
+report page with what was found. OPTION=VALUE changes the run's config, such as mesh.fsdp=1 for other devices, or the
+path of a file that has moved. docs/reliability.md says what is compared.
 
 Exit code: 0 all is equal, 1 something differs, 2 the step cannot be computed again.
 """
 
 import dataclasses
 import json
-import re
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from dapo_jax import __version__
-from dapo_jax.command.command_line import read_options, refusals
+from dapo_jax.command.command_line import refusals
 from dapo_jax.command.help import command_parser
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir, judge_folder
-from dapo_jax.config.own_functions import file_and_function
-from dapo_jax.config.places import expanded, is_address
-from dapo_jax.config.sections import Config, MeshConfig
-from dapo_jax.config.values import flat, with_values
+from dapo_jax.config.values import with_values
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Collected
 from dapo_jax.dynamic_sampling.rounds import Round
-from dapo_jax.errors import InputError, say
-from dapo_jax.interface.configs import with_changes
-from dapo_jax.monitor.environment import environment, recorded_environment, recorded_version
+from dapo_jax.errors import say
 from dapo_jax.monitor.kept_batches import FOLDER, batch_file, read_batch
-from dapo_jax.monitor.log import LOG
-from dapo_jax.monitor.recipe import read_config
-from dapo_jax.monitor.records import METRICS, RunRecords, sample_files
+from dapo_jax.monitor.records import RunRecords, sample_files
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.checksums import checksums
 from dapo_jax.parallel.memory import reserve_gpu_memory
-from dapo_jax.run.checkpoint import Checkpoints, saved_steps
+from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.downloads import with_downloads
-from dapo_jax.run.other_runs import Origin, find_checkpoint
 from dapo_jax.run.parts import Run, open_run
-from dapo_jax.tools.plot import metrics_of, record_of
-from dapo_jax.tools.replay_comparison import Group, Replay, UpdateWatch, group_table
+from dapo_jax.tools.replay_batch import from_kept_batch
+from dapo_jax.tools.replay_comparison import Group, Replay, UpdateWatch, group_table, groups_by_number
+from dapo_jax.tools.replay_plan import Plan, planned
+from dapo_jax.tools.report.report import report
 from dapo_jax.training.loop import conclude_step, next_batch
 from dapo_jax.training.state import RunState, first_state, restore_state, saved_arrays
 from dapo_jax.training.step import train_step
 
-ROUNDING = 1e-4  # tolerance on other devices: of a number up to 1, and relative to a larger one
-OF_ROUNDING = ("mesh.", "model.", "rollout.", "actor.", "critic.")  # options that may change the rounding
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is computed again, from where, and how it is compared."""
-
-    run: Path
-    config: Config
-    step: int
-    origin: Origin | None  # None: the run's beginning
-    rows: Mapping[int, Mapping[str, Any]]  # the run's metrics by step
-    tolerance: float
-    notes: Sequence[str]  # what may explain a difference
-
-    def __str__(self) -> str:
-        first, start = 1, "the beginning, as no checkpoint precedes it"
-        if self.origin:
-            first, start = self.origin.step + 1, f"the checkpoint of step {self.origin.step}"
-        how = f"up to rounding, {self.tolerance:g} x max(1, |number|)" if self.tolerance else "to the bit"
-        seconds = sum(row.get("timing_s/step") or 0.0 for step, row in self.rows.items() if first <= step <= self.step)
-        what = f"replay of step {self.step} of {self.run} from {start}; compared {how}"
-        took = f"steps to compute: {self.step - first + 1}, which took the run {seconds:.1f} s without evaluations"
-        return "\n".join([what, took, *(f"note: {note}" for note in self.notes)])
-
 
 def replay(
-    run: str | Path, step: int, *, group: int | None = None, tolerance: float | None = None, **options: Any
+    run: str | Path,
+    step: int,
+    *,
+    group: int | None = None,
+    from_batch: bool = False,
+    tolerance: float | None = None,
+    **options: Any,
 ) -> Replay:
     """Computes a step of a run again, as `dapo-jax replay` does, and compares it with what the run has recorded.
 
@@ -96,6 +67,7 @@ def replay(
         run: its work directory, to which nothing is written.
         step: a training step that it has done.
         group: of the step, from 1: `print` shows its table too.
+        from_batch: compute only what needs no weights, from the batch that trainer.keep_batches has kept of the step.
         tolerance: numbers may differ by so much, times the recorded number if that is above 1; None = 0 on the run's
             devices, else 1e-4.
         options: values by dotted key that replace the run's.
@@ -103,73 +75,7 @@ def replay(
     Raises:
         InputError: the step cannot be computed again.
     """
-    return carried_out(planned(run, step, tolerance, options), group)
-
-
-def planned(run: str | Path, step: int, tolerance: float | None, options: Mapping[str, Any] | Sequence[str]) -> Plan:
-    """How a step can be computed again; `options` by key, or as on the command line. InputError if it cannot."""
-    folder = expanded(run)
-    recorded = read_config(folder) if folder.is_dir() and not is_address(str(run)) else None
-    if recorded is None:
-        raise InputError(f"{run} must be a folder of this machine with the config.json of a run: give its workdir")
-    rows = {row["step"]: row for row in metrics_of(record_of(folder, METRICS))}
-    if step not in (done := [number for number in rows if number]):
-        has = f"{min(done)} to {max(done)}" if done else "none yet"
-        raise InputError(f"--step={step} must be a training step that {run} has done: {has}; choose one of these")
-    if isinstance(options, Mapping):
-        config = with_changes(recorded, options)
-    else:
-        given = ["replay", f"--config={folder / 'config.json'}", *options]
-        config = read_options(given)[0] if options else recorded
-    before, after = flat(recorded), flat(config)
-    changed = [key for key, value in after.items() if before[key] != value and key != "workdir"]
-    config, there = _here(folder, config)
-    if tolerance is None:
-        tolerance = ROUNDING if there or any(key.startswith(OF_ROUNDING) for key in changed) else 0.0
-    notes = [*_notes(folder, config), *there, *(f"with {key}={after[key]}" for key in changed)]
-    return Plan(folder, config, step, _origin(folder, recorded, step), rows, tolerance, notes)
-
-
-def _origin(folder: Path, config: Config, step: int) -> Origin | None:
-    """The nearest checkpoint before `step`; without one, that from which the run began, or None."""
-    directory, other = checkpoint_dir(str(folder), config.trainer), config.trainer.resume_from_path
-    saved = saved_steps(directory)
-    if before := [one for one in saved if one < step]:
-        return Origin(directory, before[-1])
-    try:
-        return find_checkpoint(other) if other else None
-    except InputError as error:
-        later = f"steps after {saved[0]} can be replayed" if saved else "no step can be replayed"
-        problem = f"no checkpoint precedes step {step}, and the run's beginning is gone: {error}; {later}"
-        raise InputError(problem) from error
-
-
-def _here(folder: Path, config: Config) -> tuple[Config, list[str]]:
-    """`config` with a mesh of the devices that are here, and how the run's machine differs, in words."""
-    try:
-        machines = [one | one["versions"] for one in (recorded_environment(folder), environment())]
-        pairs = {name: [one[name] for one in machines] for name in ("devices", "processes", "host", "jax", "jaxlib")}
-        notes = [f"the run's {name}: {old}; here: {new}" for name, (old, new) in pairs.items() if old != new]
-    except (OSError, ValueError, KeyError, TypeError):
-        notes = ["the run's environment.json cannot be read: its machine is not known"]
-    fixed, count = config.mesh.fsdp * config.mesh.expert * config.mesh.tensor, len(jax.devices())
-    if notes and (count % fixed or config.mesh.data not in (-1, count // fixed)):
-        notes.append(f"mesh.data={count}, since the run's mesh needs other devices")
-        config = dataclasses.replace(config, mesh=MeshConfig())
-    return config, notes
-
-
-def _notes(folder: Path, config: Config) -> Iterator[str]:
-    """What else may explain a difference."""
-    if (version := recorded_version(folder)) != __version__:
-        yield f"the run is of dapo_jax {version}, this is {__version__}"
-    for option, value in flat(config).items():
-        copy, found = folder / "functions" / f"{option}.py", file_and_function(str(value))
-        if found and copy.is_file() and found[0].is_file() and copy.read_bytes() != found[0].read_bytes():
-            yield f"{option}={value}: the file is not {copy} any more, with which the run was computed"
-    log = (folder / LOG).read_text(encoding="utf-8", errors="replace") if (folder / LOG).exists() else ""
-    for changed in re.findall(r"resuming with a changed config: (.*)", log):
-        yield f"the run was resumed with a changed config: {changed}"
+    return carried_out(planned(run, step, tolerance, options, from_batch=from_batch), group)
 
 
 def carried_out(plan: Plan, group: int | None = None) -> Replay:
@@ -196,6 +102,9 @@ def carried_out(plan: Plan, group: int | None = None) -> Replay:
         alone = {"trainer.coordinator": "", "trainer.num_processes": 1, "trainer.process_id": -1}
         config = with_values(plan.config, own | alone)
         validate(config)
+        if plan.from_batch:
+            with open_workdir(folder, detailed=False):
+                return from_kept_batch(plan, with_downloads(config), group)
         with (
             open_workdir(folder, detailed=False),
             closing(Checkpoints(directory, config.trainer, read_only=True)) as checkpoints,
@@ -263,12 +172,7 @@ class _Replaying:
         decode, trained = self._run.sampler.tokenizer.decode, sampled.experience
         parts = [] if trained is None else [(trained, [True] * len(trained))]
         parts += [(one.experience, one.keep.tolist()) for one in self._rounds]
-        found: dict[int, Group] = {}
-        for experience, keep in parts:
-            for index, number in enumerate(experience.numbers.tolist()):
-                prompt = decode(experience.prompts[index], skip_special_tokens=False)
-                found[number] = Group(experience, index, keep[index], prompt)
-        groups = [found[number] for number in sorted(found)]
+        groups = groups_by_number(parts, decode)
         if (path := sample_files(self._plan.run).get(self._step)) is not None:
             lines = path.read_text(encoding="utf-8").splitlines()
             self._found.samples([json.loads(line) for line in lines], groups)
@@ -303,12 +207,9 @@ class _Replaying:
         """The table of the requested group; empty if none was requested."""
         if (number := self._number) is None:
             return ""
-        if not 1 <= number <= len(groups):
-            raise InputError(f"--group={number} must be a group of step {self._step}: 1 to {len(groups)}")
-        group, trained = groups[number - 1], [] if sampled.experience is None else sampled.experience.numbers.tolist()
-        own = int(group.experience.numbers[group.index])
-        place = trained.index(own) if own in trained else None
-        return f"group {number} of {len(groups)}: {group_table(group, place, self._watch)}"
+        trained = [] if sampled.experience is None else sampled.experience.numbers.tolist()
+        metric, rows = self._run.config.algorithm.filter_groups.metric, self._run.problems.train_set.rows
+        return group_table(groups, number, trained, self._watch.batch, metric, rows, self._watch.of_row)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -316,9 +217,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", help="work directory of a run")
     parser.add_argument("--step", type=int, required=True, help="training step to compute again")
     parser.add_argument("--group", type=int, help="show this group of the step, from 1")
+    parser.add_argument("--from-batch", action="store_true", help="without weights, from the batch kept of the step")
+    parser.add_argument("--report", type=Path, help="write the run's report page with what was found to this file")
     parser.add_argument("--tolerance", type=float, help="0 on the run's devices, else 1e-4, unless given")
     given, options = parser.parse_known_args(arguments)
     with refusals(["replay", *options]):
-        say(plan := planned(given.run, given.step, given.tolerance, options))
+        say(plan := planned(given.run, given.step, given.tolerance, options, from_batch=given.from_batch))
         say(found := carried_out(plan, given.group))
+        if given.report is not None:
+            replayed = "\n".join([str(plan), str(found)])
+            say(f"the report is in {report([('', given.run)], given.report, replayed=replayed)}")
     sys.exit(0 if found.equal else 1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from dapo_jax.algorithms.arguments import chosen
 from dapo_jax.algorithms.named import named_loss
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import OWN_SCORES, SCORE, Experience
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import loss_options
 from dapo_jax.learner.batch import policy_statistics
 from dapo_jax.learner.update import mini_batches
@@ -76,6 +78,20 @@ class Group(NamedTuple):
         """Each score that a response has."""
         found = {name: float(values[self.index, sample]) for name, values in self.experience.scores.items()}
         return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def groups_by_number(parts: Iterable[tuple[Experience, Sequence[bool]]], decode: Callable[..., str]) -> list[Group]:
+    """All groups by prompt number; of one that several parts have, the last.
+
+    Args:
+        parts: groups, each with whether it is kept.
+    """
+    found: dict[int, Group] = {}
+    for experience, keep in parts:
+        for index, number in enumerate(experience.numbers.tolist()):
+            prompt = decode(experience.prompts[index], skip_special_tokens=False)
+            found[number] = Group(experience, index, keep[index], prompt)
+    return [found[number] for number in sorted(found)]
 
 
 class Replay:
@@ -151,7 +167,7 @@ class Replay:
             number, group, at = min(matching, key=unlike)  # of several equal responses
             for name in scores | (now := group.scores(at)):
                 where = f"group {number}, response {at + 1}, {short(wanted[0])} to {short(prompt)}: {name}"
-                self.same(_part_of_score(name), where, scores.get(name, ABSENT), now.get(name, ABSENT))
+                self.same(part_of_score(name), where, scores.get(name, ABSENT), now.get(name, ABSENT))
 
     def batch(self, recorded: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
         """Compares the arrays of a kept batch, each as the part that has computed it."""
@@ -177,14 +193,14 @@ class Replay:
             self.same(part, name if place is None else f"{name}{list(place)}", *values)
 
 
-def _part_of_score(name: str) -> str:
+def part_of_score(name: str) -> str:
     return "rewards" if name in OWN_SCORES else "verdicts"
 
 
 def _part_of_array(name: str) -> str:
     """What has computed an array of a kept batch."""
     if name.startswith(SCORE):
-        return _part_of_score(name.removeprefix(SCORE))
+        return part_of_score(name.removeprefix(SCORE))
     if "expert" in name:  # those that tokens went to
         return "tokens"
     if "logprobs" in name:
@@ -223,11 +239,14 @@ class UpdateWatch:
         networks = dataclasses.replace(run.learner.networks, actor=dataclasses.replace(actor, trainable=trainable))
         self.run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, networks=networks))  # is watched
 
-    def clipped(self, row: int) -> str:
-        """Tokens of a row that the loss clipped, over all epochs; "-" if it says of no token whether it clips it."""
-        batching, batch, count = self._learner.batching, self.batch, 0.0
+    def of_row(self, row: int) -> dict[str, str]:
+        """The loss of a row in its first update, the mean over its tokens; how many it clipped in all updates.
+
+        "-" for what the loss does not say of single tokens.
+        """
+        batching, batch, count, loss = self._learner.batching, self.batch, 0.0, "-"
         if batch is None or not self._logprobs or self._learner.networks.actor.select is not None:
-            return "-"
+            return {"loss": loss, "clipped": "-"}
         function = named_loss(batching.actor.policy_loss.loss_mode)
         numbered = dataclasses.replace(batch, group_ids=np.arange(len(batch.mask)))
         parts = [
@@ -238,16 +257,41 @@ class UpdateWatch:
                 weights = np.ones_like(logprobs) if batch.importance_weights is None else batch.importance_weights
                 further = {**loss_options(batching.actor), "importance_weights": weights[row : row + 1]}
                 arrays = (logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
-                _, metrics = function(*(one[row : row + 1] for one in arrays), **chosen(function, further))
+                losses, metrics = function(*(one[row : row + 1] for one in arrays), **chosen(function, further))
+                if loss == "-" and (tokens := batch.loss_mask[row : row + 1]).any():
+                    loss = f"{float(np.mean(np.asarray(losses)[tokens])):.4g}"
                 if "pg_clipfrac" not in metrics:
-                    return "-"
+                    return {"loss": loss, "clipped": "-"}
                 count += float(metrics["pg_clipfrac"].total)
-        return f"{count:g}"
+        return {"loss": loss, "clipped": f"{count:g}"}
 
 
-def group_table(group: Group, trained: int | None, watch: UpdateWatch) -> str:
-    """The way of a group through its step; `trained`: its place in the batch."""
-    experience, index, batch, rows = group.experience, group.index, watch.batch, []
+def group_table(
+    groups: Sequence[Group],
+    number: int,
+    in_batch: Sequence[int],
+    batch: Batch | None,
+    metric: str,
+    prompt_rows: Sequence[PromptRow],
+    of_row: Callable[[int], Mapping[str, str]] = lambda row: {},
+) -> str:
+    """The way of the `number`-th of `groups` through its step.
+
+    Args:
+        in_batch: prompt numbers of the groups of `batch`.
+        metric: of the group filter.
+        prompt_rows: that prompts come from.
+        of_row: further cells of a row of the batch.
+
+    Raises:
+        InputError: there is no such group.
+    """
+    if not 1 <= number <= len(groups):
+        raise InputError(f"--group={number} must be a group of the step: 1 to {len(groups)}")
+    group, rows = groups[number - 1], []
+    experience, index = group.experience, group.index
+    own = int(experience.numbers[index])
+    trained = in_batch.index(own) if own in in_batch else None
     for sample, text in enumerate(experience.texts[index]):
         cells = {"response": str(sample + 1)} | {name: f"{value:g}" for name, value in group.scores(sample).items()}
         cells["tokens"] = str(group.response(sample)[1])
@@ -256,16 +300,15 @@ def group_table(group: Group, trained: int | None, watch: UpdateWatch) -> str:
             values = batch.advantages[row][batch.policy_mask[row]]
             ends = dict.fromkeys(f"{one:.4g}" for one in (values.min(initial=np.inf), values.max(initial=-np.inf)))
             cells |= {"advantage": " to ".join(ends), "trained": str(int(batch.loss_mask[row].sum()))}
-            cells["clipped"] = watch.clipped(row)
+            cells |= of_row(row)
         rows.append(cells | {"text": short(text)})
-    metric = watch.run.config.algorithm.filter_groups.metric
     values = experience.scores.get(metric, experience.scores["seq_reward"])[index]
     way = f"kept, group {trained + 1} of the batch" if trained is not None else "kept, but not trained on"
     way = way if group.kept else "dropped by the filter"
-    truth = watch.run.problems.train_set.rows[experience.rows[index]].truth_text
+    truth = prompt_rows[experience.rows[index]].truth_text
     return "\n".join(
         [
-            f"{short(group.prompt)}, ground truth {short(truth)}",
+            f"group {number} of {len(groups)}: {short(group.prompt)}, ground truth {short(truth)}",
             f"sampled after step {experience.versions[index]}; {metric}: mean {np.nanmean(values):.4g}, standard "
             f"deviation {np.nanstd(values):.4g}; {way}",
             aligned(rows),

@@ -22,6 +22,7 @@ from small_run import rows_without_clock, small_config, unsure_function
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.export.export import export
 from dapo_jax.learner.actor import build_actor
+from dapo_jax.monitor.kept_batches import read_batch
 from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.mesh import make_mesh
@@ -29,6 +30,7 @@ from dapo_jax.parallel.processes import gather
 from dapo_jax.run.base_models import read_model
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.settings import actor_settings
+from dapo_jax.tools.replay import replay
 
 EPS = {"actor.optim.eps": 1e-6}  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
 ONE_STEP = {
@@ -36,6 +38,7 @@ ONE_STEP = {
     **EPS,
     "rollout.n": 8,
     "trainer.total_training_steps": 1,
+    "trainer.keep_batches": "1",
     "data.arithmetic.num_heldout": 0,
     "trainer.test_freq": 10,
 }
@@ -117,12 +120,17 @@ def ended(tmp_path_factory):
 
 
 def test_two_processes_train_as_one(ended):
-    """Parameters are divided over the devices of both."""
+    """Parameters are divided over the devices of both; the batch that is kept has the groups of both."""
     two, one = ended[0] / "train", ended[0] / "alone"
     outputs = [found.output for found in ended[2]["train"]]
     assert ended[2]["alone"][0].code == 0 and "step 1/1" in outputs[0] and words(outputs[1]) == "", ended[2]
     assert_alike(one, two, steps=1)
     assert rows_without_clock(two)[1]["actor/num_updates"] == 2
+    again = replay(two, 1, from_batch=True)
+    assert again.equal and again.counts["kept groups"] == SMALL["data.train_batch_size"], str(again)
+    alone, shared = (read_batch(folder, 1) for folder in (one, two))
+    assert alone.keys() == shared.keys()
+    assert all(np.allclose(alone[name], shared[name], atol=1e-5, equal_nan=True) for name in alone)
 
 
 def test_when_all_fail_each_tells_its_reason(ended):

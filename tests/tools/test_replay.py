@@ -20,6 +20,14 @@ from dapo_jax.training.loop import train
 
 SAVED = {"trainer.max_ckpt_to_keep": 9}
 CARRY = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 4}
+OVERLONG = {
+    "reward.overlong_buffer.enable": True,
+    "reward.overlong_buffer.len": 2,
+    "algorithm.overlong_filtering": True,
+    "algorithm.gdpo_reward_keys": ("acc", "overlong_reward"),
+    "algorithm.filter_groups.max_num_gen_batches": 9,
+    "algorithm.filter_groups.on_limit": "fallback_unfiltered",
+}
 EPISODES = {
     "environment.path": f"{FILE}:Sums",
     "environment.arguments": json.dumps({"first": "now: "}),
@@ -110,16 +118,16 @@ def test_the_plan_says_what_may_explain_a_difference(whole, tmp_path):
 def test_the_command_ends_with_0_and_shows_a_group(whole, capsys, monkeypatch):
     """Step 1 has two updates, and the second clips tokens: over all rows, as many as the metric says."""
     watches, shown = [], module.group_table
-    monkeypatch.setattr(module, "group_table", lambda *given: watches.append(given[2]) or shown(*given))
+    monkeypatch.setattr(module, "group_table", lambda *given: watches.append(given[6].__self__) or shown(*given))
     with pytest.raises(SystemExit) as end:
         cli.main(["replay", str(whole[0]), "--step", "1", "--group", "2"])
     text, [watch] = capsys.readouterr().out, watches
     assert end.value.code == 0 and text.endswith("\nequal\n") and "\ngroup 2 of 8" in text
-    assert "kept, group " in text and "advantage  trained  clipped" in text
+    assert "kept, group " in text and "advantage  trained  " in text and "  loss  clipped" in text
     tokens, rows = watch.batch.loss_mask.sum(), range(len(watch.batch.mask))
-    clipped = sum(float(watch.clipped(row)) for row in rows)
+    clipped = sum(float(watch.of_row(row)["clipped"]) for row in rows)
     assert clipped > 3 and clipped / tokens == pytest.approx(whole[2][1]["actor/pg_clipfrac"], rel=1e-6)
-    with pytest.raises(InputError, match="--group=99 must be a group of step 4: 1 to "):
+    with pytest.raises(InputError, match="--group=99 must be a group of the step: 1 to 8"):
         dx.replay(whole[0], 4, group=99)
 
 
@@ -156,6 +164,37 @@ def test_a_batch_that_was_kept_is_compared_array_by_array(tmp_path):
 
 
 @pytest.mark.slow
+def test_without_weights_a_kept_batch_is_judged_again(tmp_path, capsys):
+    """Of a run whose beginning is gone; a changed verifier, and a number changed in the file, are named."""
+    name = own_function(tmp_path, "return float(solution[:1] == ground_truth)")
+    changes = {"reward.function": name, "trainer.keep_batches": "2", "trainer.total_training_steps": 2}
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    train(small_config(run, **changes))
+    shutil.rmtree(run / "checkpoints")
+    config = json.loads((run / "config.json").read_text())
+    config["trainer"]["resume_from_path"] = str(tmp_path / "gone")
+    (run / "config.json").write_text(json.dumps(config))
+    before = files_of(run)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["replay", str(run), "--step", "2", "--group", "1", "--report", str(page)])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and "step_000002.npz; compared to the bit\n" in text and "is gone" in text
+    assert files_of(run) == before and "advantage  trained" in page.read_text()
+    found = dx.replay(run, 2, from_batch=True)
+    assert set(found.counts) == {"prompts", "tokens", "verdicts", "rewards", "kept groups", "advantages"}
+    with pytest.raises(InputError, match="has kept no batch of step 1, but of 2"):
+        module.planned(run, 1, None, (), from_batch=True)
+    path = run / "batches" / "step_000002.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **arrays | {"advantages": arrays["advantages"] + np.float32(0.5)})
+    assert [one.part for one in dx.replay(run, 2).differences] == ["advantages"]
+    np.savez(path, **arrays)
+    own_function(tmp_path, "return float(solution[:1] != ground_truth)")
+    assert dx.replay(run, 2).differences[0].part == "verdicts"
+
+
+@pytest.mark.slow
 def test_a_judge_is_not_asked_again(tmp_path):
     with judge_server() as server:
         server.rule = lambda prompt: Answer(f"Score: {len(prompt) % 10}")
@@ -184,7 +223,7 @@ def test_on_another_mesh_numbers_are_equal_up_to_rounding(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.long("carry", "ahead", "episodes")
+@pytest.mark.long("carry", "ahead", "episodes", "overlong")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -196,13 +235,19 @@ def test_on_another_mesh_numbers_are_equal_up_to_rounding(whole):
         pytest.param({"algorithm.distillation.path": "random"}, id="teacher"),
         pytest.param({"algorithm.adv_estimator": "remax", "actor.old_logprob": "recompute"}, id="remax"),
         pytest.param({"actor.policy_loss.loss_mode": "clip_cov"}, id="clip_cov"),
+        pytest.param({**OVERLONG, "algorithm.adv_estimator": "gdpo", "rollout.n": 4}, id="overlong"),
         pytest.param(EPISODES, id="episodes"),
     ],
 )
 def test_steps_of_every_kind_of_run_are_computed_again(tmp_path, changes):
-    train(small_config(tmp_path, **{**SAVED, **changes}))
+    train(small_config(tmp_path, **{**SAVED, "trainer.keep_batches": "3", **changes}))
     found = dx.replay(tmp_path, 3, group=1)  # from the checkpoint of step 2
     assert found.equal and found.table, str(found)
+    found = dx.replay(tmp_path, 3, from_batch=True)
+    without = {"remax": "reward_baselines", "random": "teacher"}  # what advantages need
+    needed = [word for key, word in without.items() if key in changes.values()]
+    assert found.equal and ("advantages" not in found.counts) == bool(needed), str(found)
+    assert all(word in str(found) for word in needed)
     shutil.rmtree(tmp_path / "checkpoints" / "2")
     before = files_of(tmp_path)
     found = dx.replay(tmp_path, 4)  # from the beginning, with the checkpoint of step 4 to compare with

@@ -39,8 +39,8 @@ class Raised(NamedTuple):
     runs: list[tuple[RunFiles, str, int]]  # run, its steps in words, how many
 
 
-def page(runs: Sequence[RunFiles], written: datetime) -> str:
-    """The HTML of the report."""
+def page(runs: Sequence[RunFiles], written: datetime, replayed: str = "") -> str:
+    """The HTML of the report; `replayed`: what a replay of a step has found."""
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = _environment().get_template("page.html")
@@ -66,6 +66,7 @@ def page(runs: Sequence[RunFiles], written: datetime) -> str:
         quiet=quiet,
         held_out_samples={run.name: held_out_pairs(run) for run in runs},
         trained_samples={run.name: trained_pairs(run) for run in runs},
+        replayed=visible(replayed),
         origin=from_recipe(runs[0]) if len(runs) == 1 else None,
         differences=[tables.Line(key, meaning, [*cells]) for key, meaning, cells, _ in between(runs)],
     )

@@ -23,11 +23,12 @@ from dapo_jax.tools.report.seeds import compared, grouped
 _NAME = "report.html"
 
 
-def report(runs: Sequence[tuple[str, str]], output: Path | None = None) -> Path:
+def report(runs: Sequence[tuple[str, str]], output: Path | None = None, *, replayed: str = "") -> Path:
     """Writes the report on runs, given by name ("": the directory's) and workdir; prints a table of several.
 
     Args:
         output: the file; None is report.html, in the folder that is given, and here for several.
+        replayed: what a replay of a step has found, to be shown.
 
     Returns:
         The path of the report.
@@ -40,7 +41,7 @@ def report(runs: Sequence[tuple[str, str]], output: Path | None = None) -> Path:
     if twice:
         raise InputError(f"several runs are called {twice[0]}: give each a name of its own, as in first={runs[0][1]}")
     path = output or (Path(runs[0][1]).expanduser() / _NAME if len(runs) == 1 else Path(_NAME))
-    _write(path, page(columns, datetime.now()))
+    _write(path, page(columns, datetime.now(), replayed))
     if len(columns) > 1 or columns[0].seeds:
         say(aligned([{"arm": run.name} | row for run, row in zip(columns, compared(columns), strict=True)]))
     return path
