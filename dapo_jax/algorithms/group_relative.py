@@ -150,11 +150,15 @@ def normalised(scores: jax.Array, groups: Groups, *, by_deviation: bool) -> jax.
 
 
 def whiten(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """`values` shifted and scaled to mean 0 and sample variance 1 (+ 1e-8) over the tokens of `mask`."""
+    """`values` shifted and scaled to mean 0 and sample variance 1 (+ 1e-8) over the tokens of `mask`.
+
+    They are centred twice: values that are nearly equal differ by little more than their mean is rounded by.
+    """
     count = jnp.sum(mask)
-    mean = jnp.sum(values, where=mask) / jnp.maximum(count, 1)
-    variance = jnp.sum(jnp.square(values - mean), where=mask) / jnp.maximum(count - 1, 1)
-    return (values - mean) * jax.lax.rsqrt(variance + 1e-8)
+    for _ in range(2):
+        values = values - jnp.sum(values, where=mask) / jnp.maximum(count, 1)
+    variance = jnp.sum(jnp.square(values), where=mask) / jnp.maximum(count - 1, 1)
+    return values * jax.lax.rsqrt(variance + 1e-8)
 
 
 def scores_of(rewards: jax.Array, mask: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import pytest
 from dapo_jax.algorithms.advantages import ESTIMATORS, cpo, grpo
 from dapo_jax.algorithms.arguments import required
 from dapo_jax.algorithms.cpo import CPO_METHODS
+from dapo_jax.algorithms.group_relative import whiten
 
 CASES = json.loads((Path(__file__).parent / "data" / "advantages.json").read_text())
 REFERENCE = {  # the estimators that verl has, by our names
@@ -102,6 +103,16 @@ def test_rows_and_tokens_of_padding_and_empty_groups_change_nothing(name):
     for values, padded_values in zip(found, more, strict=True):
         np.testing.assert_allclose(padded_values[:6, :4], values, rtol=1e-5, atol=1e-6)
     assert (more[0][:6, 4:] == 0).all() and (more[0][6:] == 0).all()
+
+
+def test_values_that_are_nearly_equal_are_whitened_as_exactly_as_others():
+    """Their mean is rounded by about as much as they differ, on each mesh by another amount."""
+    dice = np.random.default_rng(0)
+    values, mask = (dice.normal(size=(64, 31)) * 1e-3 - 1.5).astype(np.float32), dice.random((64, 31)) < 0.9
+    of_mask = values[mask].astype(np.float64)
+    expected = (of_mask - of_mask.mean()) / np.sqrt(of_mask.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.asarray(whiten(values, mask))[mask], expected, atol=2e-6)
+    np.testing.assert_allclose(whiten(np.full_like(values, -1.5001), mask), 0, atol=1e-6)
 
 
 def test_maxrl_weighs_a_right_answer_by_how_rare_it_is():
