@@ -6,16 +6,19 @@ from typing import cast
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from small_run import small_config
 
 from dapo_jax.config.values import with_values
+from dapo_jax.errors import InputError
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.parallel.compilation import OVERLAP
+from dapo_jax.parallel.compilation import CACHE, ORDERED, OVERLAP
 from dapo_jax.parallel.devices import Limits
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.run import meshes, passes, settings
 from dapo_jax.run.base_models import read_model
+from dapo_jax.run.parts import keep_programs
 
 SMALL = small_config("unused")
 
@@ -176,6 +179,52 @@ def test_compiler_options_of_a_run_come_before_those_of_the_platform():
     expected = {**OVERLAP["gpu"], name: False}
     assert passes.passes(config, arch, eight("A100")).compiler_options == expected
     assert passes.compiler_options(configured()[0].trainer, eight("tpu")) == {}
+
+
+def test_a_gpu_adds_in_order_where_it_is_asked_to_and_says_where_it_may_not(monkeypatch):
+    config, arch = configured(trainer__deterministic="on", model__attention="cudnn", model__random__head_dim=64)
+    assert passes.passes(config, arch, eight("B200")).compiler_options == {**OVERLAP["gpu"], ORDERED: True}
+    assert passes.compiler_options(config.trainer, eight("tpu")) == {} and not said_of(config, arch)
+    for choice, said in {"auto": True, "off": False}.items():
+        config, arch = configured(trainer__deterministic=choice, model__attention="cudnn", model__random__head_dim=64)
+        assert ORDERED not in passes.compiler_options(config.trainer, eight("B200"))
+        assert said_of(config, arch) == said
+
+
+def said_of(config, arch):
+    return any("cuDNN's backward pass" in note for note in notes_of(config, arch, eight("B200")))
+
+
+@pytest.mark.parametrize(
+    ("platform", "choice", "directory", "seconds"),
+    [
+        ("cpu", "on", "cache", 1.0),
+        ("gpu", "off", "cache", 1.0),
+        ("gpu", "auto", "cache", 0.0),
+        ("gpu", "on", "run/compiled", 0.0),
+    ],
+)
+def test_a_gpu_keeps_every_program_for_a_restart(platform, choice, directory, seconds, monkeypatch, tmp_path, caplog):
+    monkeypatch.delenv(CACHE, raising=False)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [jax.config.values[name] for name in names]
+    config, _ = configured(trainer__deterministic=choice, trainer__compilation_cache_dir=str(tmp_path / "cache"))
+    try:
+        keep_programs(config.trainer, tmp_path / "run", resumes=True)
+        assert [jax.config.values[name] for name in names] == [str(tmp_path / directory), seconds]
+        assert ("may not compute the same bits" in caplog.text) == (directory != "cache")
+        if not seconds:  # one that compiles at once is kept too
+            jax.jit(lambda x: x * len(str(tmp_path)))(jax.numpy.float32(2)).block_until_ready()
+            assert list((tmp_path / directory).glob("jit__lambda*"))
+    finally:
+        for name, value in zip(names, before, strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    monkeypatch.setattr(jax, "default_backend", lambda: "other")
+    if choice == "on":
+        with pytest.raises(InputError, match="trainer.deterministic=on cannot be had on other"):
+            keep_programs(config.trainer, tmp_path, resumes=False)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__lora__rank": 4}, {"algorithm__adv_estimator": "gae"}], ids=str)

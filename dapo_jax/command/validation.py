@@ -50,6 +50,7 @@ from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
 from dapo_jax.monitor.kept_batches import chosen_steps
 from dapo_jax.monitor.records import TRACKERS
+from dapo_jax.parallel.compilation import ORDERED
 from dapo_jax.rewards.weighted import JUDGE
 
 CHOICES = {  # names of functions; all other choices are declared in config/sections.py
@@ -151,6 +152,8 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     yield from _address_problems(places | {f"evaluate.tasks.{task.name}": task.files for task in tasks})
     if is_address(trainer.compilation_cache_dir):
         yield f"trainer.compilation_cache_dir={trainer.compilation_cache_dir} must be a directory on this machine"
+    if trainer.deterministic == "on" and is_address(config.workdir):
+        yield f"trainer.deterministic=on keeps programs in workdir={config.workdir}: choose a folder of this machine"
     if training:
         yield from batch_rules.batch_problems(trained(config), data, rollout)
         yield from batch_rules.length_problems(data, rollout, reward.overlong_buffer, actor)
@@ -222,6 +225,8 @@ def _trainer_problems(trainer: TrainerConfig, monitor: MonitorConfig) -> Iterato
         yield f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)} or FILE.py:Class, each once"
     if "console" not in logger and monitor.console not in ("steps", "quiet"):
         yield f"monitor.console={monitor.console} needs 'console' in trainer.logger={logger}: add it"
+    if trainer.deterministic == "on" and ORDERED in trainer.compiler_options:
+        yield f"trainer.compiler_options has {ORDERED}, which trainer.deterministic=on sets: leave one of them out"
     yield from _object_problems(
         "trainer.compiler_options", trainer.compiler_options, '{"xla_gpu_enable_latency_hiding_scheduler": false}'
     )

@@ -53,6 +53,7 @@ Optimizer = Literal["adamw", "muon"]
 OldLogprob = Literal["auto", "rollout", "recompute"]
 BestMode = Literal["max", "min"]
 DistillationForm = Literal["sampled", "top_k"]
+Deterministic = Literal["auto", "on", "off"]
 ResumeMode = Literal["auto", "disable"]
 ObservationTruncation = Literal["left", "right", "middle"]
 EpisodeReward = Literal["last", "sum"]
@@ -595,6 +596,7 @@ class TrainerConfig:
     gpu_memory_fraction: PositiveShare = 0.9  # of each GPU's memory, reserved at the start; JAX's default is 0.75
     compiler_options: str = "{}"  # XLA options for training passes, on top of docs/inside.md's: dict or JSON object
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
+    deterministic: Deterministic = "auto"  # on GPUs, same bits after a restart: auto | on (from workdir/compiled) | off
     resume_mode: ResumeMode = "auto"  # auto (resume from the workdir's newest checkpoint) | disable
     resume_from_path: str = ""  # start from another run's state: WORKDIR, or WORKDIR/checkpoints/STEP
     stop_patience_s: NotNegative[float] = 15.0  # seconds that a running update may take to finish after a signal

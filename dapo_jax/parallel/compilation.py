@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from dapo_jax.config.places import expanded
@@ -34,6 +35,8 @@ OVERLAP: Mapping[str, Mapping[str, bool]] = {
     }
 }
 
+# XLA chooses only algorithms that add in the same order each time, such as for cuDNN's backward pass of attention.
+ORDERED = "xla_gpu_exclude_nondeterministic_ops"
 _LOWERED, _COMPILED = (  # events of JAX
     f"/jax/core/compile/{name}_duration" for name in ("jaxpr_to_mlir_module", "backend_compile")
 )
@@ -67,10 +70,18 @@ def compilation_shown(show: Callable[[str], None]) -> Iterator[None]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def keep_compiled(directory: str) -> None:
-    """Caches programs that take a second or more to compile in `directory`; CACHE takes precedence, "" = no cache."""
-    if directory and CACHE not in os.environ:
+def keep_compiled(directory: str | Path, *, every: bool = False, only_here: bool = False) -> None:
+    """Caches programs that take a second or more to compile in `directory`; CACHE takes precedence, "" = no cache.
+
+    Args:
+        every: also those that compile sooner. A kept program has the kernels that XLA chose by timing them; compiled
+            again, it may have others.
+        only_here: CACHE takes no precedence.
+    """
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if every else 1.0)
+    if directory and (only_here or CACHE not in os.environ):
         jax.config.update("jax_compilation_cache_dir", str(expanded(directory)))
+        compilation_cache.reset_cache()  # else an earlier run of this process has chosen the directory
 
 
 @dataclass(frozen=True)

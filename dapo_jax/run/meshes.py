@@ -224,6 +224,11 @@ def device_notes(config: Config, mesh: Mesh, training: Passes | None = None) -> 
     if training:
         name, problem = chosen_attention(config.model, config.data, training.arch, mesh)
         lines += [f"model.attention=fused is {name}: the fused kernel {problem}"] * bool(problem)
+        if name == "cudnn" and config.trainer.deterministic == "auto":
+            lines.append(
+                "trainer.deterministic=auto: cuDNN's backward pass of attention may add in another order each time; on "
+                "fixes it, and model.attention=triton needs no fixing"
+            )
     if training and config.actor.share_prompts and config.actor.use_dynamic_bsz:
         attention = training.attention
         widest = max(attention.rounded(network.max_tokens) for network in trained(config).values())

@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dapo_jax.config.derived import judge_folder, trains_on_older_samples
-from dapo_jax.config.sections import Config, EvaluateConfig, MeshConfig, MonitorConfig
+from dapo_jax.config.sections import Config, EvaluateConfig, MeshConfig, MonitorConfig, TrainerConfig
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.environments.episodes import try_on
+from dapo_jax.errors import InputError
 from dapo_jax.learner.learner import Learner
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import count_params
@@ -51,6 +52,7 @@ from dapo_jax.run.settings import engine_settings, learning_rate_plan, warn_of_w
 
 logger = logging.getLogger(__name__)
 
+COMPILED = "compiled"  # folder of a work directory
 Check = Callable[[], None]  # called where a run may stop; raises to stop it
 
 
@@ -85,7 +87,7 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
     Raises:
         ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
     """
-    keep_compiled(config.trainer.compilation_cache_dir)
+    keep_programs(config.trainer, Path(config.workdir), resumes=initial_step > 0)
     arch, tokenizer = read_policy(config)
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config, tokenizer, check))
@@ -120,6 +122,25 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
             held_out=build_held_out(config.evaluate, config.monitor, problems, sampler, rewards, shown=shown),
             monitor=monitor,
         )
+
+
+def keep_programs(trainer: TrainerConfig, workdir: Path, *, resumes: bool) -> None:
+    """Where the run's compiled programs are kept: on GPUs, so that a restart computes with the same kernels.
+
+    Raises:
+        InputError: trainer.deterministic=on, for devices of which nothing is known.
+    """
+    platform, own = jax.default_backend(), workdir / COMPILED
+    if trainer.deterministic == "on" and platform not in ("cpu", "gpu", "tpu"):
+        raise InputError(f"trainer.deterministic=on cannot be had on {platform}, of which nothing is known: set auto")
+    if platform != "gpu" or trainer.deterministic == "off":
+        keep_compiled(trainer.compilation_cache_dir)
+    elif trainer.deterministic == "auto":
+        keep_compiled(trainer.compilation_cache_dir, every=True)
+    else:
+        if resumes and not own.is_dir():
+            logger.warning("%s is not there: programs are compiled anew, and may not compute the same bits", own)
+        keep_compiled(own, every=True, only_here=True)
 
 
 def read_episodes(

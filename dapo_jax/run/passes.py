@@ -19,7 +19,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.fused_attention import bin_attention, kernels, unfit
 from dapo_jax.models.token_paths import CHUNK
 from dapo_jax.models.weights import count_params
-from dapo_jax.parallel.compilation import OVERLAP
+from dapo_jax.parallel.compilation import ORDERED, OVERLAP
 from dapo_jax.parallel.devices import limits_of, multiplies_bfloat16
 from dapo_jax.parallel.mesh import platform
 from dapo_jax.run.base_models import TEACHER, read_architecture_of
@@ -58,7 +58,8 @@ def within_lengths(algorithm: AlgorithmConfig, data: DataConfig, arch: Architect
 
 def compiler_options(trainer: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
     """XLA's options for passes over the layers: the platform's, overridden by trainer.compiler_options."""
-    return {**OVERLAP.get(platform(mesh), {}), **json.loads(trainer.compiler_options)}
+    ordered = {ORDERED: True} if trainer.deterministic == "on" and platform(mesh) == "gpu" else {}
+    return {**OVERLAP.get(platform(mesh), {}), **ordered, **json.loads(trainer.compiler_options)}
 
 
 def compute_dtype(model: ModelConfig, mesh: Mesh) -> jnp.dtype:

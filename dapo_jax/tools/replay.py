@@ -39,7 +39,7 @@ from dapo_jax.parallel.checksums import checksums
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.downloads import with_downloads
-from dapo_jax.run.parts import Run, open_run
+from dapo_jax.run.parts import COMPILED, Run, open_run
 from dapo_jax.tools.replay_batch import from_kept_batch
 from dapo_jax.tools.replay_comparison import Group, Replay, UpdateWatch, group_table, groups_by_number
 from dapo_jax.tools.replay_plan import Plan, planned
@@ -89,8 +89,10 @@ def carried_out(plan: Plan, group: int | None = None) -> Replay:
     """
     reserve_gpu_memory(plan.config.trainer.gpu_memory_fraction)
     with tempfile.TemporaryDirectory(prefix="dapo_jax_replay_") as folder:
-        if (answers := judge_folder(str(plan.run))).is_dir():
-            shutil.copytree(answers, judge_folder(folder))
+        copied = {judge_folder(str(plan.run)): judge_folder(folder), plan.run / COMPILED: Path(folder, COMPILED)}
+        for recorded, copy in copied.items():
+            if recorded.is_dir():
+                shutil.copytree(recorded, copy)
         directory = checkpoint_dir(str(plan.run), plan.config.trainer)
         own = {
             "workdir": folder,
