@@ -210,3 +210,8 @@ def test_a_state_of_linear_attention_is_read_twice_for_a_token():
     program = jax.jit(tokens, donate_argnums=1).lower(given, held, array(bool, rows)).compile()
     costs = program_costs(program.as_text(), [0])
     assert costs.bytes < 32 * 3.6 * held.state.size * 4 and not costs.unknown
+
+
+def test_an_update_compiles_with_algorithms_that_add_in_order(compiled):
+    """Which ones cuDNN takes is not in the text."""
+    compiled(H100, Case("an update in order", UPDATE, {"model.attention": "cudnn", "trainer.deterministic": "on"}))
