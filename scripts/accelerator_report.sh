@@ -16,19 +16,5 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/environment.sh"
 show_help "$@"
 
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-interpreter=
-for candidate in "${PYTHON:-}" python python3 "$root/.venv/bin/python"; do
-  if [[ -n "$candidate" ]] && "$candidate" -c "import dapo_jax.training.loop" 2>/dev/null; then
-    interpreter=$candidate
-    break
-  fi
-done
-if [[ -z "$interpreter" ]]; then
-  here=$PWD
-  cd "$root"
-  use_environment
-  cd "$here"
-  interpreter=python
-fi
+use_python "$root"
 exec "$interpreter" "$root/scripts/benchmarks/accelerator_report.py" "$@"

@@ -49,6 +49,21 @@ make_environment() { # make_environment INTERPRETER FOLDER: by venv; where that 
   exit 2
 }
 
+use_python() { # use_python ROOT: `python` is the first that imports dapo_jax and what it needs, $PYTHON before others
+  local candidate
+  export PYTHONPATH="$1${PYTHONPATH:+:$PYTHONPATH}"
+  for candidate in "${PYTHON:-}" python python3 "$1/.venv/bin/python"; do
+    if [[ -n "$candidate" ]] && "$candidate" -c "import dapo_jax.training.loop" 2> /dev/null; then
+      interpreter=$candidate
+      return
+    fi
+  done
+  cd "$1"
+  use_environment
+  cd - > /dev/null
+  interpreter=python
+}
+
 interpreter_of() { # interpreter_of VERSION: prints its path, on PATH or among pyenv's; fails if it is not here
   local candidate
   for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python3; do

@@ -74,7 +74,8 @@ def test_help_prints_help_and_does_nothing_else(script, tmp_path):
     before = written_files()
     code, out, err = run(script, "--help", folder=tmp_path)
     assert (code, err) == (0, "")
-    path = "scripts/accelerator_report.sh" if script.stem == "accelerator_report" else str(script.relative_to(ROOT))
+    named = script.stem in ("accelerator_report", "gpu_evidence")
+    path = f"scripts/{script.stem}.sh" if named else str(script.relative_to(ROOT))
     assert path in out, "it says how it is called"
     assert not list(tmp_path.iterdir()) and written_files() == before
 

@@ -65,13 +65,16 @@ class OneLineParser(argparse.ArgumentParser):
     """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{NAME}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, with the output folder made. Ends the program with exit code 2 if one is wrong."""
     parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=NAME,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("runs/accelerator_report"), help="new or empty folder")
     parser.add_argument("--minutes", type=float, default=9.0, help="most that all sections take together")
