@@ -5,7 +5,7 @@
 #
 #   --output DIR      folder of results (default: runs/gpu_evidence); parts that have passed there are not run again
 #   --minutes N       most that all parts take together
-#   --parts A,B       only these of kernels, slots, updates, kill, parts, trl, tasks and long
+#   --parts A,B       only these of kernels, slots, updates, kill, parts, trl, mawps, spelling, long
 #   --trl PYTHON      of an environment with torch, transformers and trl, for the part trl
 #   --page FILE       only writes the page from DIR to this file, with "not measured" where nothing ran
 #   --small           tiny sizes, as on a machine without a GPU

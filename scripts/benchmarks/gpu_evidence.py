@@ -8,7 +8,8 @@ updates    0.5B and 1.5B: tokens per second, share of peak, memory against the f
 kill       SIGKILL at random moments and a restart: the same bits (crash_test.py)
 parts      DAPO against its parts: SmolLM2-135M on sums, all weights, five seeds (run_ablation.py)
 trl        the same task with TRL in its own environment (compare_trl.py), whose Python --trl names
-tasks      word problems (mawps) and a task of reasoning-gym, to the end
+mawps      SmolLM2-135M on word problems, to the end
+spelling   filter or not, on reasoning-gym's spell_backward with a model of 0.9 million weights, five seeds
 long       a whole step at 0.5B and 1.5B with random weights and responses of up to 8,192 tokens
 
 Each part writes DIR/NAME.json and DIR/NAME.log, and what it measured to DIR/NAME/; DIR/evidence.md is written again
@@ -20,6 +21,7 @@ page says why. Exit code: 0, 1 if a part failed, 2 if an option is wrong.
 import argparse
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -93,10 +95,26 @@ def trl(given: Given) -> list[list[str]]:
     return [data("sums"), script("comparisons/compare_trl.py", "--trl", given.trl, *places, *few(given))]
 
 
-def tasks(given: Given) -> list[list[str]]:
-    spelling = ["--config.data.task=reasoning_gym", "--config.data.reasoning_gym.datasets=spell_backward"]
-    empty = ["--config.data.train_files=", "--config.data.val_files="]
-    return [train("mawps", given), train("sums", given, *spelling, *empty)]
+def mawps(given: Given) -> list[list[str]]:
+    return [train("mawps", given)]
+
+
+def spelling(given: Given) -> list[list[str]]:
+    if given.small:
+        return [
+            script(
+                "comparisons/small_model.py",
+                "--output",
+                str(given.folder / "model"),
+                "--steps",
+                "2",
+                "--batch-size",
+                "4",
+            )
+        ]
+    places = ["--runs", str(given.folder / "runs"), "--output", str(given.folder)]
+    compare = script("comparisons/run_ablation.py", "filter_spelling", "--seeds", *"01234", *places)
+    return [*[script("comparisons/small_model.py")] * (not Path("runs/small_model").exists()), compare]
 
 
 def long(given: Given) -> list[list[str]]:
@@ -108,7 +126,8 @@ def long(given: Given) -> list[list[str]]:
 
 
 def few(given: Given) -> list[str]:
-    return ["--config.trainer.total_training_steps=1", "--config.trainer.test_freq=1"] if given.small else []
+    options = {"trainer.total_training_steps": 1, "trainer.test_freq": 1, "evaluate.max_prompts": 2}
+    return [f"--config.{name}={value}" for name, value in options.items()] if given.small else []
 
 
 def data(name: str) -> list[str]:
@@ -116,8 +135,7 @@ def data(name: str) -> list[str]:
 
 
 def train(config: str, given: Given, *options: str) -> list[str]:
-    workdir = given.folder / (f"{config}_own" if options else config)
-    place = [f"--config={ROOT / 'configs' / config}.py", f"--config.workdir={workdir}"]
+    place = [f"--config={ROOT / 'configs' / config}.py", f"--config.workdir={given.folder}"]
     return [sys.executable, "-m", "dapo_jax.train", *place, *options, *few(given)]
 
 
@@ -148,7 +166,8 @@ PARTS = (
     Part("kill", "Kill and resume to the bit", kill, 4),
     Part("parts", "DAPO against its parts", parts, 10, lacking("matplotlib", model=True)),
     Part("trl", "The same task with TRL", trl, 6, needs_trl),
-    Part("tasks", "Word problems and spelling", tasks, 8, lacking("reasoning_gym", files=["data/mawps"], model=True)),
+    Part("mawps", "Word problems", mawps, 5, lacking(files=["data/mawps"], model=True)),
+    Part("spelling", "Filter or not, on spelling backwards", spelling, 6, lacking("reasoning_gym", "matplotlib")),
     Part("long", "Steps with responses of up to 8,192 tokens", long, 6),
 )
 
@@ -224,11 +243,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 < given.minutes < 1e6:
         parser.error(f"--minutes={given.minutes:g} must be more than 0")
     folder = given.output.resolve()
+    written = given.page.resolve() if given.page else folder / "evidence.md"
+    os.chdir(ROOT)  # where data/ and runs/ are
     if given.page is None:
         run_parts([part for part in PARTS if part.name in chosen], folder, given)
     text = page(folder)
-    (given.page or folder / "evidence.md").write_text(text, encoding="utf-8")
-    print(f"The page: {given.page or folder / 'evidence.md'}")
+    written.write_text(text, encoding="utf-8")
+    print(f"The page: {written}")
     return int("| failed" in text)
 
 

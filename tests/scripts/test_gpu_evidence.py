@@ -22,6 +22,7 @@ def stand_in(name, text, **options):
 def evidence(tmp_path, monkeypatch):
     """A function that runs some parts: the exit code, what became of each part, and the page."""
     monkeypatch.setattr(gpu_evidence, "PROBE", "print('1 x cpu')")
+    monkeypatch.chdir(tmp_path)  # and back again
 
     def run(*parts, options=()):
         with mock.patch.object(gpu_evidence, "PARTS", parts):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import simulate_ahead
 from decoding_roofline import SAMPLES, Machine, Simulation
 from shapes import ARCH
 from simulate_decoding import LIMIT, Prompts, main, segment, staleness
@@ -59,3 +60,22 @@ def test_the_command_prints_a_row_for_each_shape(capsys):
     assert "segments" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--keep-rate", "0"])
+
+
+def test_batches_ahead_by_hand():
+    """Sampling of 1 and 3 seconds in turn beside training of 2: with one batch ahead each step waits for the longer."""
+    equal, varying = np.full(4, 3.0), np.array([1.0, 3.0] * 2)
+    assert all(simulate_ahead.one_by_one(equal, 2.0, ahead) == pytest.approx(3) for ahead in (1, 2, 4))
+    one, two, four = (simulate_ahead.one_by_one(varying, 2.0, ahead) for ahead in (1, 2, 4))
+    assert one == pytest.approx(2.5, abs=0.1) and one >= two >= four >= 2
+
+
+@pytest.mark.slow
+def test_a_row_for_training_at_its_own_speed_and_one_as_long_as_sampling(capsys):
+    simulate_ahead.main(["--shape", "7B h100:8", "--target", "2", "--keep-rate", "0.5", "--batches", "4"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"2 x h100:8, {text}" for text in ("equal", "equal, balanced")] + [
+        f"2 x h100:8, {text}" for text in ("long-tailed", "long-tailed, balanced")
+    ]
+    for _, sampling, training, _, one, *rest in rows:
+        assert int(one) >= max(int(sampling), int(training)) - 1 and all(int(x) <= int(one) + 1 for x in rest)
