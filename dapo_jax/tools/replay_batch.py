@@ -51,10 +51,8 @@ def from_kept_batch(plan: Plan, config: Config, group: int | None) -> Replay:
     Raises:
         InputError: the data or the verifiers do not fit the batch.
     """
-    has_teacher, config = (
-        bool(config.algorithm.distillation.path),
-        with_values(config, dict.fromkeys(OTHER_WEIGHTS, "")),
-    )
+    has_teacher = bool(config.algorithm.distillation.path)
+    config = with_values(config, dict.fromkeys(OTHER_WEIGHTS, ""))
     kept, row, found = read_batch(plan.run, plan.step), plan.rows[plan.step], Replay(plan.tolerance)
     assert kept is not None
     found.begin(plan.step)
@@ -74,9 +72,9 @@ def from_kept_batch(plan: Plan, config: Config, group: int | None) -> Replay:
                 judged = verify_again(found, recorded, rewards, problems.train_set)
             else:
                 found.not_compared.append("verdicts: the environment gives them in its turns")
-            kl_coef = row.get("actor/reward_kl_penalty_coeff") or 0.0
-            shaped = reward_again(found, recorded, rewards.shape(judged, problems.train_set), kl_coef)
+            shaped = reward_again(found, recorded, rewards.shape(judged, problems.train_set))
             filter_again(found, shaped, config.algorithm.filter_groups, rollout_mesh)
+        kl_coef = row.get("actor/reward_kl_penalty_coeff") or 0.0
         with jax.set_mesh(mesh):
             batching = build_batching(config, arch, passes(config, arch, mesh), mesh, pad_id=tokenizer.pad_id)
             batch = advantages_again(found, shaped, batching, kept, kl_coef, has_teacher=has_teacher)
@@ -126,14 +124,15 @@ def compare_scores(found: Replay, before: Arrays, now: Arrays) -> None:
         found.arrays(part_of_score(name), *parts)
 
 
-def reward_again(found: Replay, recorded: Experience, shaped: Experience, kl_coef: float) -> Experience:
-    """Compares the rewards of `shaped`, which also gets the recorded ones less the divergence, if there are such."""
-    if recorded.kl is not None and "seq_final_reward" in recorded.scores:
-        shaped = shaped.with_scores(seq_final_reward=recorded.scores["seq_final_reward"])
-        found.not_compared.append("the divergence in the reward: it needs the reference's weights")
-    own = ({name: one.scores[name] for name in OWN_SCORES if name in one.scores} for one in (recorded, shaped))
-    compare_scores(found, *own)
-    return shaped
+def reward_again(found: Replay, recorded: Experience, shaped: Experience) -> Experience:
+    """Compares the rewards of `shaped`, which then gets the recorded ones less the divergence, if there are such."""
+    own = {name: values for name, values in recorded.scores.items() if name in OWN_SCORES}
+    final = own.pop("seq_final_reward", None)
+    compare_scores(found, own, {name: values for name, values in shaped.scores.items() if name in OWN_SCORES})
+    if final is None:
+        return shaped
+    found.not_compared.append("the divergence in the reward: it needs the reference's weights")
+    return shaped.with_scores(seq_final_reward=final)
 
 
 def filter_again(found: Replay, shaped: Experience, options: FilterGroupsConfig, mesh: jax.sharding.Mesh) -> None:
