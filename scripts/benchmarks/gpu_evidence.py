@@ -79,7 +79,7 @@ def report(sections: str) -> Callable[[Given], list[list[str]]]:
 def kill(given: Given) -> list[list[str]]:
     kills, steps = (1, 12) if given.small else (3, 30)
     shutil.rmtree(given.folder, ignore_errors=True)
-    options = ["--config.trainer.deterministic=on", f"--config.trainer.total_training_steps={steps}"]
+    options = [f"--config.trainer.total_training_steps={steps}"]  # both runs share the cache of programs, by default
     return [script("benchmarks/crash_test.py", "--kills", str(kills), "--folder", str(given.folder), *options)]
 
 
@@ -195,13 +195,14 @@ def run_part(part: Part, folder: Path, *, minutes: float, small: bool, trl: str)
 def page(folder: Path) -> str:
     """The page of what a folder has; a part without a file was not measured."""
     found = [(part, _read(folder / f"{part.name}.json")) for part in PARTS]
-    about = _read(folder / "machine.json") or {"device": "nothing ran", "commit": "-"}
-    lines = ["# Evidence from one machine"]
-    lines.append(f"`bash scripts/gpu_evidence.sh` on {about['device']}, commit {about['commit']}.")
+    machines = dict.fromkeys(one["machine"] for _, one in found if one)
+    lines = ["# Evidence", f"`bash scripts/gpu_evidence.sh` on {' and '.join(machines) or 'no machine yet'}."]
     if any(one and one["small"] for _, one in found):
         lines.append("**Small sizes**: this shows that everything runs; its speeds and accuracies say nothing.")
-    table = ["| part | result | seconds |", "|---|---|---|"]
-    table += [f"| {part.title} | {_status(one)} | {one['seconds'] if one else '-'} |" for part, one in found]
+    table = ["| part | result | seconds | commit |", "|---|---|---|---|"]
+    for part, one in found:
+        seconds, commit = (one["seconds"], one["commit"]) if one else ("-", "-")
+        table.append(f"| {part.title} | {_status(one)} | {seconds} | {commit} |")
     lines.append("\n".join(table))
     for part, one in found:
         lines += [f"## {part.title}", _status(one).capitalize() + "."]
@@ -244,9 +245,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--minutes={given.minutes:g} must be more than 0")
     folder = given.output.resolve()
     written = given.page.resolve() if given.page else folder / "evidence.md"
+    given.trl = given.trl and os.path.abspath(given.trl)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output={given.output} cannot be written ({error.strerror}): choose another folder")
     os.chdir(ROOT)  # where data/ and runs/ are
     if given.page is None:
-        run_parts([part for part in PARTS if part.name in chosen], folder, given)
+        try:
+            run_parts([part for part in PARTS if part.name in chosen], folder, given)
+        except KeyboardInterrupt:
+            sys.exit(f"\n{NAME}: ended; {folder} has the results so far")
     text = page(folder)
     written.write_text(text, encoding="utf-8")
     print(f"The page: {written}")
@@ -255,22 +264,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_parts(chosen: Sequence[Part], folder: Path, given: argparse.Namespace) -> None:
     """Runs what has not passed yet, and writes its file and the page after each part."""
-    folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * given.minutes - GRACE_S
-    device = output_of(sys.executable, "-c", PROBE)
-    machine = {"device": device or "no device", "commit": output_of("git", "describe", "--always", "--dirty=+")}
-    (folder / "machine.json").write_text(json.dumps(machine))
-    small = given.small or " cpu" in device or not device
+    machine = output_of(sys.executable, "-c", PROBE) or "no device"
+    about = {"machine": machine, "commit": output_of("git", "describe", "--always", "--dirty=+")}
+    small = given.small or " cpu" in machine or machine == "no device"
     for part in chosen:
         path = folder / f"{part.name}.json"
         before = _read(path)
-        if before and before["status"] == PASSED and before["small"] == small:
+        if before and (before["status"], before["small"], before["machine"]) == (PASSED, small, machine):
             print(f"{part.title}: passed before")
             continue
         print(f"{part.title} ... ", end="", flush=True)
         result = run_part(part, folder, minutes=(end - time.monotonic()) / 60, small=small, trl=given.trl)
         print(f"{result['status']} ({result['seconds']:.0f} s)", flush=True)
-        path.write_text(json.dumps(result, indent=1))
+        path.write_text(json.dumps(result | about, indent=1))
         (folder / "evidence.md").write_text(page(folder), encoding="utf-8")
 
 

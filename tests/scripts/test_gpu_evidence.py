@@ -51,7 +51,7 @@ def test_a_second_run_does_what_has_not_passed(evidence, tmp_path, capsys):
         "absent": "not measured: the model is not here",
     }
     assert all(text in page for text in ("3 tokens a second", "out of memory", "half", "**Small sizes**", "1 x cpu"))
-    assert "| The absent | not measured: the model is not here | 0.0 |" in page
+    assert "| The absent | not measured: the model is not here | 0.0 | " in page
     assert evidence(*parts)[:2] == (1, found) and "The good: passed before" in capsys.readouterr().out
     assert (tmp_path / "count").read_text().count("ran") == 5
 
@@ -67,17 +67,18 @@ def test_without_time_nothing_runs_and_the_page_is_written_from_what_is_there(ev
     page = tmp_path / "page.md"
     evidence(*parts, options=["--page", str(page)])
     text = page.read_text()
-    assert "| The first | not measured | - |" in text and "\n### Checks\n\nall" in text and "# Report" not in text
+    assert "| The first | not measured | - | - |" in text and "\n### Checks\n\nall" in text and "# Report" not in text
 
 
-@pytest.mark.parametrize("options", ["--minute 3", "--minutes 0", "--parts speed", "--minutes x"])
+@pytest.mark.parametrize("options", ["--minute 3", "--minutes 0", "--parts speed", "--minutes x", "--output file/x"])
 def test_wrong_options_are_one_line(options, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     with pytest.raises(SystemExit) as end:
         gpu_evidence.main(options.split())
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith("gpu_evidence: ") and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_every_part_is_in_the_help_and_its_scripts_and_configs_are_there(tmp_path):
