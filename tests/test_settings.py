@@ -209,6 +209,7 @@ def test_a_gpu_keeps_every_program_for_a_restart(platform, choice, directory, se
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = [jax.config.values[name] for name in names]
+    jax.config.update(names[1], 1.0)
     config, _ = configured(trainer__deterministic=choice, trainer__compilation_cache_dir=str(tmp_path / "cache"))
     try:
         keep_programs(config.trainer, tmp_path / "run", resumes=True)

@@ -71,14 +71,16 @@ def compilation_shown(show: Callable[[str], None]) -> Iterator[None]:
 
 
 def keep_compiled(directory: str | Path, *, every: bool = False, only_here: bool = False) -> None:
-    """Caches programs that take a second or more to compile in `directory`; CACHE takes precedence, "" = no cache.
+    """Caches programs in `directory`, those that take JAX's least time to compile (a second); CACHE takes precedence.
 
     Args:
+        directory: "" = no cache.
         every: also those that compile sooner. A kept program has the kernels that XLA chose by timing them; compiled
             again, it may have others.
         only_here: CACHE takes no precedence.
     """
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if every else 1.0)
+    if every:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if directory and (only_here or CACHE not in os.environ):
         jax.config.update("jax_compilation_cache_dir", str(expanded(directory)))
         compilation_cache.reset_cache()  # else an earlier run of this process has chosen the directory
