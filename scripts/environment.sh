@@ -58,9 +58,9 @@ use_python() { # use_python ROOT: `python` is the first that imports dapo_jax an
       return
     fi
   done
-  cd "$1"
+  cd "$1" || exit
   use_environment
-  cd - > /dev/null
+  cd - > /dev/null || exit
   interpreter=python
 }
 
