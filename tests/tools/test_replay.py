@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,6 +113,22 @@ def test_the_plan_says_what_may_explain_a_difference(whole, tmp_path):
     config["mesh"]["fsdp"] = 3
     (folder / "config.json").write_text(json.dumps(config))
     assert module.planned(folder, 4, None, ()).config.mesh.fsdp == 1
+
+
+def test_a_replay_reads_the_programs_that_the_run_keeps(whole, tmp_path, monkeypatch):
+    """Of trainer.deterministic=on: compiled again, they may have other kernels."""
+    folder, seen = copied(whole[0], tmp_path / "run", step=2), []
+    (folder / "compiled").mkdir()
+    (folder / "compiled" / "program").touch()
+
+    def opened(workdir, **options):
+        seen.append(Path(workdir, "compiled", "program").exists())
+        raise InputError("enough")
+
+    monkeypatch.setattr(module, "open_workdir", opened)
+    with pytest.raises(InputError, match="enough"):
+        dx.replay(folder, 2)
+    assert seen == [True]
 
 
 @pytest.mark.slow
