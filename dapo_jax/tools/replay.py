@@ -13,7 +13,6 @@ Exit code: 0 all is equal, 1 something differs, 2 the step cannot be computed ag
 """
 
 import dataclasses
-import json
 import shutil
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from dapo_jax.data.experience import Collected
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.errors import say
 from dapo_jax.monitor.kept_batches import FOLDER, batch_file, read_batch
-from dapo_jax.monitor.records import RunRecords, sample_files
+from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.checksums import checksums
 from dapo_jax.parallel.memory import reserve_gpu_memory
@@ -41,7 +40,8 @@ from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.parts import COMPILED, Run, open_run
 from dapo_jax.tools.replay_batch import from_kept_batch
-from dapo_jax.tools.replay_comparison import Group, Replay, UpdateWatch, group_table, groups_by_number
+from dapo_jax.tools.replay_comparison import Replay
+from dapo_jax.tools.replay_group import Group, UpdateWatch, group_table, groups_by_number
 from dapo_jax.tools.replay_plan import Plan, planned
 from dapo_jax.tools.report.report import report
 from dapo_jax.training.loop import conclude_step, next_batch
@@ -175,9 +175,7 @@ class _Replaying:
         parts = [] if trained is None else [(trained, [True] * len(trained))]
         parts += [(one.experience, one.keep.tolist()) for one in self._rounds]
         groups = groups_by_number(parts, decode)
-        if (path := sample_files(self._plan.run).get(self._step)) is not None:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            self._found.samples([json.loads(line) for line in lines], groups)
+        self._found.samples(self._plan.run, groups)
         if self._step in self._plan.rows:
             self._found.rows(self._plan.rows[self._step], self._rows[self._step])
         return groups

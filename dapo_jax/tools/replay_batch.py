@@ -1,6 +1,5 @@
 """Host: computes again what follows sampling in a step, from the batch that the run has kept of it: without weights."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -23,7 +22,6 @@ from dapo_jax.learner.rows import rows_of, without_unknown
 from dapo_jax.learner.trained_networks import FOR_ESTIMATORS
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.kept_batches import GROUPS, read_batch
-from dapo_jax.monitor.records import sample_files
 from dapo_jax.rewards.pipeline import RewardPipeline
 from dapo_jax.run.base_models import read_policy
 from dapo_jax.run.episodes import open_environments
@@ -32,7 +30,8 @@ from dapo_jax.run.networks import build_batching
 from dapo_jax.run.parts import open_monitor, open_rewards, read_episodes
 from dapo_jax.run.passes import passes
 from dapo_jax.run.sampler import scores_of
-from dapo_jax.tools.replay_comparison import Replay, group_table, groups_by_number, part_of_score
+from dapo_jax.tools.replay_comparison import Replay
+from dapo_jax.tools.replay_group import group_table, groups_by_number
 from dapo_jax.tools.replay_plan import Plan
 
 OTHER_WEIGHTS = ("reference.path", "critic.model.path", "algorithm.distillation.path")  # are not needed
@@ -69,7 +68,7 @@ def from_kept_batch(plan: Plan, config: Config, group: int | None) -> Replay:
             recorded = groups_in(kept, problems.train_set, tokenizer, plan)
             judged = recorded
             if environments is None:
-                judged = verify_again(found, recorded, rewards, problems.train_set)
+                judged = verify_again(found, recorded, rewards, problems.train_set, row)
             else:
                 found.not_compared.append("verdicts: the environment gives them in its turns")
             shaped = reward_again(found, recorded, rewards.shape(judged, problems.train_set))
@@ -81,8 +80,7 @@ def from_kept_batch(plan: Plan, config: Config, group: int | None) -> Replay:
         if "advantages" in found.counts:
             compare_metrics(found, row, batch)
     groups = groups_by_number([(shaped, [True] * len(shaped))], tokenizer.decode)
-    if (path := sample_files(plan.run).get(plan.step)) is not None:
-        found.samples([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()], groups)
+    found.samples(plan.run, groups)
     if group is not None:
         metric, rows = config.algorithm.filter_groups.metric, problems.train_set.rows
         found.table = group_table(groups, group, shaped.numbers.tolist(), batch, metric, rows)
@@ -100,8 +98,14 @@ def groups_in(kept: Arrays, prompts: PromptSet, tokenizer: Tokenizer, plan: Plan
     return from_arrays(groups, prompts, tokenizer)
 
 
-def verify_again(found: Replay, recorded: Experience, rewards: RewardPipeline, prompts: PromptSet) -> Experience:
-    """The groups with the verdicts of today. Numbers of a failed verification depend on earlier steps: they stay."""
+def verify_again(
+    found: Replay, recorded: Experience, rewards: RewardPipeline, prompts: PromptSet, row: Mapping[str, float]
+) -> Experience:
+    """The groups with the verdicts of today. Numbers of a failed verification depend on earlier steps: they stay.
+
+    Args:
+        row: the step's metrics, which count the verifications that failed, but not those of carried groups.
+    """
     shape = recorded.finished.shape
     rows = (array.reshape(-1, array.shape[-1]) for array in (recorded.responses, recorded.mask, recorded.logprobs))
     verification = rewards.verify(prompts, recorded.rows.tolist(), shape[1])
@@ -110,25 +114,24 @@ def verify_again(found: Replay, recorded: Experience, rewards: RewardPipeline, p
     failed = np.array([verdict.error is not None for verdict in verdicts]).reshape(shape)
     if failed.any():
         found.not_compared.append(f"numbers of {failed.sum()} responses whose verification failed")
+        before = int(row.get("reward/num_errors") or 0)
+        if failed.sum() > before and not row.get("dynamic_sampling/num_carried_in"):
+            found.same("verdicts", "how many verifications failed", before, int(failed.sum()))
     now = {name: values.reshape(shape) for name, values in scores_of(verdicts).items()}
-    before = {name: values for name, values in recorded.scores.items() if name not in OWN_SCORES}
     scores = {name: np.where(failed, recorded.score(name), values) for name, values in now.items()}
-    compare_scores(found, before, scores)
+    given = {SCORE + name: values for name, values in recorded.scores.items() if name not in OWN_SCORES}
+    found.batch(given, {SCORE + name: values for name, values in scores.items()})
     return replace(recorded, scores=scores)
-
-
-def compare_scores(found: Replay, before: Arrays, now: Arrays) -> None:
-    """Compares scores [Q, G] by name."""
-    for name in {**before, **now}:
-        parts = ({SCORE + name: one[name]} if name in one else {} for one in (before, now))
-        found.arrays(part_of_score(name), *parts)
 
 
 def reward_again(found: Replay, recorded: Experience, shaped: Experience) -> Experience:
     """Compares the rewards of `shaped`, which then gets the recorded ones less the divergence, if there are such."""
-    own = {name: values for name, values in recorded.scores.items() if name in OWN_SCORES}
-    final = own.pop("seq_final_reward", None)
-    compare_scores(found, own, {name: values for name, values in shaped.scores.items() if name in OWN_SCORES})
+    before, now = (
+        {SCORE + name: values for name, values in one.scores.items() if name in OWN_SCORES}
+        for one in (recorded, shaped)
+    )
+    final = before.pop(f"{SCORE}seq_final_reward", None)
+    found.batch(before, now)
     if final is None:
         return shaped
     found.not_compared.append("the divergence in the reward: it needs the reference's weights")
@@ -150,8 +153,8 @@ def advantages_again(
     """Compares advantages and returns [B, R]; returns the batch with them, or with those that it was kept with."""
     batch = rows_of(shaped, num_groups=batching.num_groups, pad_id=batching.pad_id)
     batch = without_unknown(batch, shaped.known)
-    for name in ("prompts", "prompt_mask"):
-        found.arrays("prompts", {name: kept[name]}, {name: getattr(batch, name)})
+    now = {"prompts": batch.prompts, "prompt_mask": batch.prompt_mask}
+    found.batch({name: kept[name] for name in now}, now)
     batch = replace(batch, loss_mask=kept["loss_mask"], advantages=kept["advantages"])
     estimator = named_estimator(batching.algorithm.adv_estimator)
     extra = verdicts_of_rows(batching.algorithm, shaped, batch)
@@ -163,9 +166,8 @@ def advantages_again(
         return batch
     rewards = token_rewards(batching, shaped, batch, kl_coef)
     advantages, returns = estimate_advantages(batching, rewards, batch, extra)
-    found.arrays("advantages", {"advantages": kept["advantages"]}, {"advantages": advantages})
-    if "returns" in kept:
-        found.arrays("advantages", {"returns": kept["returns"]}, {"returns": returns})
+    now = {"advantages": advantages} | ({"returns": returns} if "returns" in kept else {})
+    found.batch({name: kept[name] for name in now}, now)
     return replace(batch, advantages=advantages)
 
 

@@ -203,6 +203,9 @@ def test_a_batch_that_was_kept_is_compared_array_by_array_also_without_weights(t
     np.savez(path, **kept)
     own_function(tmp_path, "return float(solution[:1] != ground_truth)")
     assert dx.replay(run, 2).differences[0].part == "verdicts"
+    own_function(tmp_path, "return float(solution[:1] == ground_truth) / (len(solution) != 3)")
+    [failed] = dx.replay(run, 2).differences
+    assert failed.name == "how many verifications failed" and failed.recorded == 0 < failed.found
 
 
 @pytest.mark.slow
