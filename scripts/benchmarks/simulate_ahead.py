@@ -20,20 +20,17 @@ if __name__ == "__main__":  # the imports below take seconds
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decoding_roofline import Machine, Simulation, known, machines, slots_for
-from simulate_decoding import LIMIT, PROMPT_LIMIT, Prompts, SimulatedRollout
+from decoding_roofline import Machine, known, machines, slots_for
+from simulate_decoding import LIMIT, PROMPT_LIMIT, Prompts, parser_of, queues
 
-from dapo_jax.config.sections import FilterGroupsConfig
-from dapo_jax.dynamic_sampling.accumulation import Found
-from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.training.metrics import forward_flops
-from dapo_jax.training.step import accumulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -46,21 +43,11 @@ AHEAD = 1, 2, 4
 
 def sampling_seconds(machine: Machine, prompts: Prompts, given: argparse.Namespace, together: int) -> np.ndarray:
     """Seconds of each queue that finds the groups of so many batches, of --batches batches."""
-    count, target = len(prompts.keep), given.target * together
-    options = FilterGroupsConfig(backfill="stream", max_num_gen_batches=0)
-    state, source = StreamState(0, given.keep_rate, History.empty(count)), PromptSource(lambda n: n % count, count)
     settings, history = machine.settings(prompt_limit=PROMPT_LIMIT, limit=LIMIT), known(prompts.responses, LIMIT)
-    seconds = []
-    for block in range(given.batches // together):
-        found = Found(state, source, options, target, target, block + 1)
-        expected = found.schedule.expected_prompts
-        layout = slots_for(machine, settings, prompts.lengths, prompts.responses.shape[1], history, expected)
-        queue = Simulation(machine, layout, LIMIT)
-        rollout: Any = SimulatedRollout(prompts, queue)
-        judged: Any = lambda round_: round_  # noqa: E731
-        state = accumulate(rollout, judged, found).state
-        seconds.append(queue.seconds)
-    return np.array(seconds)
+    layout_of = functools.partial(slots_for, machine, settings, prompts.lengths, prompts.responses.shape[1], history)
+    target, steps = given.target * together, given.batches // together
+    found = queues(machine, layout_of, prompts, target, given.keep_rate, steps=steps)
+    return np.array([queue.seconds for queue, _ in found])
 
 
 def one_by_one(sampling: np.ndarray, training: float, ahead: int) -> float:
@@ -80,23 +67,23 @@ def simulated(name: str, machine: Machine, lengths: str, given: argparse.Namespa
     prompts = Prompts.draw([given.seed, 0], count, given.keep_rate)
     if lengths == "equal":
         prompts = dataclasses.replace(prompts, responses=np.full_like(prompts.responses, prompts.responses.mean()))
-    queues = {together: sampling_seconds(machine, prompts, given, together) for together in AHEAD}
+    sampling = {together: sampling_seconds(machine, prompts, given, together) for together in AHEAD}
     both = dataclasses.replace(machine, fsdp=2 * machine.fsdp)
     alone = sampling_seconds(both, prompts, given, 1).mean()
     rows = (prompts.lengths[:, None] + prompts.responses)[prompts.keep].ravel()
     flops = PASSES * forward_flops(machine.arch, rows) / prompts.keep.sum() * given.target
     own = machine.peak_seconds(flops) / given.training_share
     found = []
-    for case, training in (("", own), (", balanced", float(queues[1].mean()))):
+    for case, training in (("", own), (", balanced", float(sampling[1].mean()))):
         steps = {0: alone + training / 2}
-        steps |= {ahead: np.maximum(queues[ahead], ahead * training).mean() / ahead for ahead in AHEAD}
+        steps |= {ahead: np.maximum(sampling[ahead], ahead * training).mean() / ahead for ahead in AHEAD}
         found.append(
             {
                 "devices, lengths": f"2 x {name.split()[1]}, {lengths}{case}",
-                "sampling, s": round(queues[1].mean()),
+                "sampling, s": round(sampling[1].mean()),
                 "training, s": round(training),
                 **{str(ahead): round(seconds) for ahead, seconds in steps.items()},
-                **{f"{ahead} one by one": round(one_by_one(queues[1], training, ahead)) for ahead in AHEAD[1:]},
+                **{f"{ahead} one by one": round(one_by_one(sampling[1], training, ahead)) for ahead in AHEAD[1:]},
             }
         )
     return found
@@ -104,13 +91,9 @@ def simulated(name: str, machine: Machine, lengths: str, given: argparse.Namespa
 
 def main(arguments: Sequence[str] | None = None) -> None:
     shapes = machines()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=shapes, default=["7B h100:8", "7B v5p:2x2x4"])
-    parser.add_argument("--target", type=int, help="kept groups of a batch; default: the shape's")
-    parser.add_argument("--keep-rate", type=float, default=1 / 3, help="share of groups that are kept")
+    parser = parser_of(__doc__, shapes, ["7B h100:8", "7B v5p:2x2x4"])
     parser.add_argument("--training-share", type=float, default=0.4, help="of the peak that training reaches")
     parser.add_argument("--batches", type=int, default=8, help="that are sampled, a multiple of 4")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and of what is kept")
     given = parser.parse_args(arguments)
     if given.batches < 4 or given.batches % 4 or not 0 < given.keep_rate <= 1 or not 0 < given.training_share <= 1:
         parser.error("--batches must be a multiple of 4, --keep-rate and --training-share in (0, 1]")

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # the imports below take seconds
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from decoding_roofline import SAMPLES, Machine, Simulation, known, machines, slo
 
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience
+from dapo_jax.dynamic_sampling.accepted import Accepted
 from dapo_jax.dynamic_sampling.accumulation import Found, Sampled
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
@@ -109,21 +110,42 @@ def one_queue(
     Args:
         layout_of: the slots for so many prompts.
     """
-    count = len(prompts.keep)
-    options = FilterGroupsConfig(backfill="stream", max_num_gen_batches=count // given.target)
-    state, source = StreamState(0, given.keep_rate, History.empty(count)), PromptSource(lambda n: n % count, count)
-    seconds, drawn, trained = 0.0, 0, 0
-    for step in range(1, given.steps + 1):
-        found = Found(state, source, options, given.target, given.target, step)
+    count, seconds, drawn, trained = len(prompts.keep), 0.0, 0, 0
+    limit, steps = count // given.target, given.steps
+    for queue, accepted in queues(machine, layout_of, prompts, given.target, given.keep_rate, steps=steps, limit=limit):
+        assert accepted.experience is not None
+        seconds, drawn = seconds + queue.seconds, drawn + queue.drawn
+        trained += int(prompts.responses[accepted.experience.numbers % count].sum())
+    return seconds / steps, drawn / trained
+
+
+def queues(
+    machine: Machine,
+    layout_of: Callable[[int], Layout],
+    prompts: Prompts,
+    target: int,
+    keep_rate: float,
+    *,
+    steps: int,
+    limit: int = 0,
+) -> Iterator[tuple[Simulation, Accepted]]:
+    """The queue of each step at its end, with what it has accepted: `target` groups.
+
+    Args:
+        layout_of: the slots for so many prompts.
+        keep_rate: that the first step expects.
+        limit: of rounds; 0 = none.
+    """
+    count, options = len(prompts.keep), FilterGroupsConfig(backfill="stream", max_num_gen_batches=limit)
+    state, source = StreamState(0, keep_rate, History.empty(count)), PromptSource(lambda n: n % count, count)
+    for step in range(1, steps + 1):
+        found = Found(state, source, options, target, target, step)
         queue = Simulation(machine, layout_of(found.schedule.expected_prompts), LIMIT)
         rollout: Any = SimulatedRollout(prompts, queue)
         known_already: Any = lambda round_: round_  # noqa: E731
         accepted = accumulate(rollout, known_already, found)
-        assert accepted.experience is not None
         state = accepted.state
-        seconds, drawn = seconds + queue.seconds, drawn + queue.drawn
-        trained += int(prompts.responses[accepted.experience.numbers % count].sum())
-    return seconds / given.steps, drawn / trained
+        yield queue, accepted
 
 
 def verdicts(numbers: Sequence[int], keep: np.ndarray) -> Round:
@@ -265,15 +287,21 @@ def simulated(
     return one_round(name, machine, prompts, given), row, segments
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    shapes = machines()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=shapes, default=list(shapes))
+def parser_of(description: str | None, shapes: Collection[str], default: list[str]) -> argparse.ArgumentParser:
+    """The options of all simulations."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=shapes, default=default)
     parser.add_argument("--target", type=int, help="kept groups per step, and prompts of a round; default: the shape's")
     parser.add_argument("--keep-rate", type=float, default=1 / 3, help="share of groups that are kept")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and of what is kept")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    shapes = machines()
+    parser = parser_of(__doc__, shapes, list(shapes))
     parser.add_argument("--segment-length", type=int, default=8192, help="tokens of a response per step; 0 = leave out")
     parser.add_argument("--steps", type=int, default=3, help="that are averaged, of one queue and of segments")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and of what is kept")
     given = parser.parse_args(arguments)
     positive = given.steps > 0 and (given.target is None or given.target > 0)
     if not positive or not 0 < given.keep_rate <= 1 or not 0 <= given.segment_length < LIMIT:
