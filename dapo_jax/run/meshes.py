@@ -227,7 +227,7 @@ def device_notes(config: Config, mesh: Mesh, training: Passes | None = None) -> 
         if name == "cudnn" and config.trainer.deterministic == "auto":
             lines.append(
                 "trainer.deterministic=auto: cuDNN's backward pass of attention may add in another order each time; on "
-                "fixes it, and model.attention=triton needs no fixing"
+                "asks it for one order, and model.attention=triton has one"
             )
     if training and config.actor.share_prompts and config.actor.use_dynamic_bsz:
         attention = training.attention

@@ -87,8 +87,8 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
     Raises:
         ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
     """
-    keep_programs(config.trainer, Path(config.workdir), resumes=initial_step > 0)
     arch, tokenizer = read_policy(config)
+    keep_programs(config.trainer, Path(config.workdir), resumes=initial_step > 0)
     with ExitStack() as stack:
         environments = stack.enter_context(open_environments(config, tokenizer, check))
         config, problems = read_episodes(config, tokenizer, environments)
@@ -133,14 +133,12 @@ def keep_programs(trainer: TrainerConfig, workdir: Path, *, resumes: bool) -> No
     platform, own = jax.default_backend(), workdir / COMPILED
     if trainer.deterministic == "on" and platform not in ("cpu", "gpu", "tpu"):
         raise InputError(f"trainer.deterministic=on cannot be had on {platform}, of which nothing is known: set auto")
-    if platform != "gpu" or trainer.deterministic == "off":
-        keep_compiled(trainer.compilation_cache_dir)
-    elif trainer.deterministic == "auto":
-        keep_compiled(trainer.compilation_cache_dir, every=True)
-    else:
-        if resumes and not own.is_dir():
-            logger.warning("%s is not there: programs are compiled anew, and may not compute the same bits", own)
-        keep_compiled(own, every=True, only_here=True)
+    if platform != "gpu" or trainer.deterministic != "on":
+        keep_compiled(trainer.compilation_cache_dir, every=platform == "gpu" and trainer.deterministic == "auto")
+        return
+    if resumes and not own.is_dir():
+        logger.warning("%s is not there: programs are compiled anew, and may not compute the same bits", own)
+    keep_compiled(own, every=True, only_here=True)
 
 
 def read_episodes(
