@@ -1,7 +1,8 @@
 """Host: an environment as a user writes it, in the one form in which a worker process plays it.
 
 The text form is a class with `reset(seed, **row)` and `step(text) -> (observation, reward, done[, info])`. The tool
-form is a class with `reset` whose other public methods are tools (TRL's `environment_factory`), and maybe `get_reward`.
+form is a class with `reset` whose other public methods are tools (TRL's `environment_factory`), and maybe `get_reward`,
+or else an attribute `reward` from its constructor on.
 Functions alone are tools without state. What is `async` is awaited.
 """
 
@@ -78,6 +79,7 @@ class Environment:
         self.has_text = make is not None and callable(getattr(make, STEP, None))
         self.methods = [] if self.has_text else [name for name in own if callable(getattr(make, name))]
         self._check_form()
+        self.rewards = self.has_text or self._has_reward()
         found = {name: schema(given, function) for name, function in self.functions.items()}
         found |= {name: schema(given, *_method(make, name)) for name in self.methods}
         self.schemas = found
@@ -103,10 +105,14 @@ class Environment:
                 f"have {TEXT_FORM}, but {error}: change its parameters"
             ) from error
 
+    def _has_reward(self) -> bool:
+        if self.make is None or callable(getattr(self.make, "get_reward", None)):
+            return self.make is not None
+        return not callable(getattr(self.make(**self.arguments), "reward", callable))  # a method is a tool
+
     @property
     def description(self) -> Description:
-        rewards = self.has_text or callable(getattr(self.make, "get_reward", None))
-        return Description(list(self.schemas.values()), rewards)
+        return Description(list(self.schemas.values()), self.rewards)
 
 
 class Episode:
@@ -138,9 +144,10 @@ class Episode:
         return self._step(text) if self.environment.has_text else self._calls(text)
 
     def finish(self) -> Reply:
-        """What `get_reward` says of an episode in the tool form that has ended."""
-        reward = awaited(self.instance.get_reward())
-        return Reply(reward=_finite(self.environment.given, "get_reward", reward), ends=True)
+        """What `get_reward`, or else `reward`, says of an episode in the tool form that has ended."""
+        asked = getattr(self.instance, "get_reward", None)
+        name, reward = ("get_reward", awaited(asked())) if callable(asked) else ("reward", self.instance.reward)
+        return Reply(reward=_finite(self.environment.given, name, reward), ends=True)
 
     def _step(self, text: str) -> Reply:
         given, found = self.environment.given, awaited(self.instance.step(text))

@@ -13,6 +13,10 @@ from dapo_jax.errors import InputError
 KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 OF_KIND = {kind: of for of, kind in KINDS.items()} | {"number": int | float, "null": types.NoneType}
 _FENCED = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
+_OF_ANY_FORMAT = re.compile(
+    r"(<tool_call>.*?(?:</tool_call>|\Z)|```(?:json)?\s*\{.*?\}\s*```|\A\s*(?:<\|python_tag\|>)?\s*\{.*\}\s*\Z)",
+    re.DOTALL,
+)
 
 
 class Call(NamedTuple):
@@ -55,6 +59,12 @@ def format_of(chat_template: str | None) -> str:
 def calls_in(text: str, tool_format: str) -> list[Call]:
     """The calls that a turn makes, in order."""
     return [_call(one) for one in FORMATS[tool_format](text)]
+
+
+def parts_of(text: str) -> list[tuple[bool, str]]:
+    """The parts of a turn in order, and whether each is a call, in any format."""
+    parts = enumerate(_OF_ANY_FORMAT.split(text))
+    return [(bool(number % 2), part) for number, part in parts if part.strip()]
 
 
 def _is_json(text: str) -> Any:

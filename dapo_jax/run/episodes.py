@@ -84,7 +84,7 @@ class Environments:
         if given_function(config.reward) not in ("auto", "none"):
             raise InputError(
                 f"{described(given_function(config.reward))} must not be given with environment.path="
-                f"{config.environment.path}, which gives rewards itself: leave out the function, or get_reward"
+                f"{config.environment.path}, which gives rewards itself: leave it out, or get_reward and reward"
             )
         return with_values(config, {"reward.function": "none"})
 

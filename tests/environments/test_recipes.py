@@ -75,7 +75,7 @@ def play(make: type, row: dict) -> Episode:
 
 
 def test_the_class_of_a_user_of_trl_plays_unchanged():
-    episode = play(class_of_the_guide("Game"), {"answer": "3"})
+    episode = play(class_of_the_guide("Thinks"), {"answer": "3"})
     assert episode.reset().messages == said("I think of a number from 1 to 20.")
     calls = [episode.step(json.dumps({"name": "guess", "arguments": {"number": number}})) for number in (2, 3, 3)]
     assert [reply.messages[0]["content"] for reply in calls] == [
@@ -84,6 +84,10 @@ def test_the_class_of_a_user_of_trl_plays_unchanged():
         "Error: ValueError: The game is over.",
     ]
     assert episode.step("It is 3.").done and episode.finish().reward == 1.0
+    assert episode.environment.description.rewards
+    without = type("Without", (), {"reset": lambda self: None, "reward": lambda self, count: "a tool"})
+    without.reward.__annotations__ = {"count": int}
+    assert not Environment("guide", without, arguments={}, tool_format="json").description.rewards
 
 
 def test_the_game_of_textarena_says_only_what_is_new():

@@ -86,13 +86,17 @@ def test_a_run_has_every_section_and_needs_nothing_else(whole):
     assert len(ids) == len(set(ids))
 
 
-def test_an_episode_shows_the_policys_turns_and_folds_those_of_the_environment(tmp_path):
-    turns = [{"by": by, "text": f"<{by}>"} for by in ("policy", "environment")]
+def test_an_episode_shows_the_policys_turns_and_folds_calls_and_what_the_environment_says(tmp_path):
+    texts = "<policy>", "<environment>", 'Hm.<tool_call>{"name": "f"}</tool_call>', "<environment>", "{a set}"
+    turns = [{"by": ("policy", "environment")[number % 2], "text": text} for number, text in enumerate(texts)]
     _, text = page_of(write_run(tmp_path, samples={step: [sample() | {"turns": turns}] for step in (1, 4)}))
     assert text.count('<pre dir="auto" class="policy">&lt;policy&gt;</pre>') == 2
     assert (
-        len(re.findall(r"<details><summary [^<]*Environment</summary><pre [^<]*&lt;environment&gt;</pre>", text)) == 2
+        len(re.findall(r"<details><summary [^<]*Environment</summary><pre [^<]*&lt;environment&gt;</pre>", text)) == 4
     )
+    assert text.count('<pre dir="auto" class="policy">Hm.</pre>') == text.count(">{a set}</pre>\n<p") == 2
+    call = r'<details><summary [^<]*Call</summary><pre [^<]* class="policy">&lt;tool_call&gt;[^<]*/tool_call&gt;</pre>'
+    assert len(re.findall(call, text)) == 2
 
 
 def test_its_numbers_are_those_of_the_metrics(whole):

@@ -1,8 +1,10 @@
 """Host: responses from the beginning and from the end of a run, in pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from dapo_jax.environments.tool_formats import parts_of
 from dapo_jax.monitor.readable import shortened, visible
 from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.tools.report.numbers import is_number, number
@@ -24,7 +26,7 @@ class Shown(NamedTuple):
     step: int
     prompt: str
     response: str
-    turns: list[tuple[str, str]]  # who wrote each, policy or environment, and its text; [] for a single turn
+    turns: list[tuple[str, str]]  # policy, call or environment, and the text of each part; [] for a single turn
     verdict: str  # right, wrong or other
     score: str
     length: str  # tokens
@@ -100,9 +102,18 @@ def shown(step: int, sample: Sample) -> Shown:
         step=step,
         prompt=visible(shortened(str(sample.get("prompt", "")))),
         response=visible(shortened(str(sample.get("response", "")))),
-        turns=[(turn["by"], visible(shortened(turn["text"]))) for turn in sample.get("turns", [])],
+        turns=[(by, visible(shortened(text))) for by, text in _parts(sample.get("turns", []))],
         verdict=verdict,
         score=", ".join(f"{name} {number(value)}" for name, value in scores.items() if is_number(value)),
         length=f"{number(sample['length'])} tokens" if is_number(sample.get("length")) else "",
         truth=visible(shortened(str(sample.get("ground_truth", "")))),
     )
+
+
+def _parts(turns: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
+    """Who wrote what; calls of tools, which an environment has answered, apart from the rest of their turn."""
+    for turn, following in zip_longest(turns, turns[1:]):
+        if turn["by"] == "policy" and following is not None:
+            yield from (("call" if called else "policy", text) for called, text in parts_of(turn["text"]))
+        else:
+            yield turn["by"], turn["text"]
