@@ -177,19 +177,20 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
         "dynamic_sampling/generated_tokens": generated,
         "dynamic_sampling/trained_tokens": trained,
         "dynamic_sampling/overgen_ratio": generated / max(trained, 1),
-        "dynamic_sampling/accepted_len_over_finished_kept_len": _length_ratio(accepted),
+        "dynamic_sampling/accepted_len_over_finished_kept_len": _length_ratio(accepted, [one.keep for one in rounds]),
+        "dynamic_sampling/accepted_len_over_judged_len": _length_ratio(accepted, [one.keep | True for one in rounds]),
     }
 
 
-def _length_ratio(accepted: Accepted) -> float:
-    """Mean response length of the accepted groups over that of all kept ones: not 1 in the mean means a bias."""
-    parts = [(round_.outcomes, round_.keep[:, None] & round_.outcomes.known) for round_ in accepted.rounds]
-    kept = [outcomes.lengths[chosen] for outcomes, chosen in parts if chosen.any()]
-    if not kept or accepted.experience is None:
+def _length_ratio(accepted: Accepted, groups: Sequence[np.ndarray]) -> float:
+    """Mean response length of the accepted groups over that of these groups [Q] of each round."""
+    outcomes = [round_.outcomes for round_ in accepted.rounds]
+    parts = [one.lengths[chosen[:, None] & one.known] for one, chosen in zip(outcomes, groups, strict=True)]
+    lengths = np.concatenate([np.zeros(0), *parts])
+    if not len(lengths) or accepted.experience is None:
         return 1.0
     known = accepted.experience.known
-    mean = float(accepted.experience.lengths[known].mean())
-    return mean / max(float(np.concatenate(kept).mean()), 1e-8)
+    return float(accepted.experience.lengths[known].mean()) / max(float(lengths.mean()), 1e-8)
 
 
 def performance_metrics(

@@ -65,7 +65,15 @@ def test_metrics_are_over_all_evaluated_groups():
     assert metrics["dynamic_sampling/trained_tokens"] == 3 * 2 * 2
     assert metrics["dynamic_sampling/overgen_ratio"] == pytest.approx(8 / 3)
     assert metrics["dynamic_sampling/partial_step"] == 0
+    dropped_are_thrice_as_long = [
+        dataclasses.replace(
+            one, outcomes=dataclasses.replace(one.outcomes, lengths=np.where(one.keep, 2, 6)[:, None].repeat(2, 1))
+        )
+        for one in accepted.rounds
+    ]
+    metrics = sampling_metrics(dataclasses.replace(accepted, rounds=dropped_are_thrice_as_long))
     assert metrics["dynamic_sampling/accepted_len_over_finished_kept_len"] == 1
+    assert metrics["dynamic_sampling/accepted_len_over_judged_len"] == pytest.approx(2 / ((3 * 2 + 5 * 6) / 8))
     carried_alone = sampling_metrics(dataclasses.replace(accepted, rounds=[]))
     assert not {"train/filter_rate", "train/mean_metric_std"} & set(carried_alone), "nothing was sampled: no rates"
 
