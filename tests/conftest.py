@@ -18,6 +18,8 @@ _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _FLAGS += " --xla_cpu_parallel_codegen_split_count=1"  # the workers are parallel
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"  # the older emitters compile in half the time; gone since
+    # XLA ends a process whose devices wait 40 s for each other, as they may on a busy machine.
+    _FLAGS += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 # A worker has it from the process that started it; compilers of accelerators know no flags of CPUs.
 if "PYTEST_XDIST_WORKER" not in os.environ and "DAPO_JAX_ACCELERATORS" not in os.environ:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"

@@ -71,8 +71,7 @@ def test_a_killed_run_ends_with_the_same_bits(name, tmp_path, monkeypatch):
     resumed(tmp_path, monkeypatch, changes_of(model, **LENGTHS, **SHORT_RUN, **{"rollout.decode_chunk_length": 4}))
 
 
-@pytest.mark.slow
-@pytest.mark.long("glm4_moe")
+@pytest.mark.full  # the long lane has rollouts and gradients of each on eight devices, and a run that changes the mesh
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_the_mesh_changes_no_policy(name, tmp_path):
     """Data parallel on eight devices, or 2x2x2 with training divided like sampling: tokens equal, rounding apart."""
@@ -114,8 +113,15 @@ def keep_experts(model, number):
     (path / "config.json").write_text(json.dumps(hf | {"num_local_experts": number, "num_experts": number}))
 
 
-@pytest.mark.slow
-@pytest.mark.long("whole")
+def assert_alike(alone, divided):
+    """Two runs of which the second has devices that exchange tokens, at least in its last step."""
+    rows, others = read_metrics(alone), read_metrics(divided)
+    for key in ("response_length/mean", "critic/score/mean", "router/max_load"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in others], rel=1e-5)
+    assert others[-1]["rollout_corr/logprob_abs_diff_max"] < 1e-3 and others[-1]["router/replay_differs"] < 0.1
+
+
+@pytest.mark.full  # the long lane has the run below
 @pytest.mark.parametrize("name", PAIRS)
 def test_devices_that_exchange_tokens_train_the_same_policy(name, model, tmp_path):
     """Eight devices with copies of all experts, and those that divide them."""
@@ -127,18 +133,12 @@ def test_devices_that_exchange_tokens_train_the_same_policy(name, model, tmp_pat
     meshes = {"data": {"mesh.data": 8}, "expert": mesh}
     for folder, axes in meshes.items():
         found[folder] = train(small_config(tmp_path / folder, **changes, **axes))
-    if name == "whole":
-        gate = found["expert"].actor.params["layers"]["expert_gate"]
-        assert gate.sharding.spec[1:3] == (("expert", "tensor"), "fsdp")
     for network in ("actor", "critic"):
         one, other = (getattr(found[folder], network) for folder in meshes)
         jax.tree.map(
             lambda *leaves: np.testing.assert_allclose(*leaves, rtol=0, atol=1e-4), *jax.device_get((one, other))
         )
-    alone, divided = (read_metrics(tmp_path / folder) for folder in meshes)
-    for key in ("response_length/mean", "critic/score/mean", "router/max_load"):
-        assert [row[key] for row in alone] == pytest.approx([row[key] for row in divided], rel=1e-5)
-    assert divided[-1]["rollout_corr/logprob_abs_diff_max"] < 1e-3 and divided[-1]["router/replay_differs"] < 0.1
+    assert_alike(*(tmp_path / folder for folder in meshes))
 
 
 @pytest.mark.slow
@@ -148,6 +148,7 @@ def test_a_run_resumes_with_and_without_devices_that_exchange_tokens(model, tmp_
         last = {"trainer.total_training_steps": step}
         found = train(small_config(tmp_path / "moved", **(changes | mesh | last)))
     expected = train(small_config(tmp_path / "stayed", **(changes | {"mesh.data": 8} | last)))
+    gate = found.actor.params["layers"]["expert_gate"]
+    assert gate.sharding.spec[1:3] == (("expert", "tensor"), "fsdp")
     assert_same_policy(found, jax.device_get(expected.actor.params), tolerance=1e-4)
-    moved, stayed = (read_metrics(tmp_path / name) for name in ("moved", "stayed"))
-    assert [row["response_length/mean"] for row in moved] == [row["response_length/mean"] for row in stayed]
+    assert_alike(tmp_path / "stayed", tmp_path / "moved")

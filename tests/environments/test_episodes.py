@@ -135,7 +135,7 @@ def test_tools_without_rewards_leave_them_to_the_reward_function(tmp_path):
 
 @pytest.mark.slow
 def test_a_group_in_which_the_environment_fails_is_left_out_and_if_all_do_the_run_ends(tmp_path, monkeypatch):
-    once = {**STEPS, "rollout.n": 4, "trainer.total_training_steps": 1}  # a fault starts a process: .5 s
+    once = {**STEPS, "rollout.n": 2, "trainer.total_training_steps": 1}  # a fault starts a process: .5 s
     every = " ".join(map(str, range(20)))
     with pytest.raises(InputError, match="failed on a trial episode for .* with RuntimeError: out of order"):
         train(config_of(tmp_path / "refused", arguments={"fails_on": every}, **once))

@@ -80,7 +80,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.long("6", "22")
+@pytest.mark.long("22")
 @pytest.mark.parametrize("segment", [1, 6, 22])
 def test_episodes_in_segments_are_whole_episodes(segment):
     """Also where a turn ends at a segment's end, and what the environment says reaches past one or several."""

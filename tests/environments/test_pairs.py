@@ -56,7 +56,7 @@ def assert_trained(row):
 
 
 @pytest.mark.slow
-@pytest.mark.long("a mesh", "adapters")
+@pytest.mark.long("adapters")
 @pytest.mark.parametrize("name", [*ALIKE, *OTHER])
 def test_the_first_step_is_that_of_a_run_without(name, tmp_path, tmp_path_factory):
     expected = alone(tmp_path_factory.getbasetemp() / "alone")
@@ -93,7 +93,7 @@ STATE = {
 
 
 @pytest.mark.slow
-@pytest.mark.long("carried", "several")
+@pytest.mark.long("carried")
 @pytest.mark.parametrize("name", STATE)
 def test_what_was_sampled_before_a_kill_keeps_its_prompts(name, tmp_path, monkeypatch):
     """Prompts that an environment has added to, and with segments episodes under way, of a model with experts."""

@@ -56,7 +56,7 @@ def test_the_slowest_is_compared_with_the_median_and_short_times_with_nothing():
         assert raise_alarms(found, {}, AlarmConfig(), 2)[0]["alarm/slow_process"] == alarm
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_whose_verifier_is_slow_is_a_metric_and_an_alarm(tmp_path):
     port, folder = free_port(), tmp_path / "run"
     given = {**SMALL, "workdir": folder, "data.arithmetic.num_heldout": 0, "trainer.test_freq": 10, "mesh.fsdp": 2}

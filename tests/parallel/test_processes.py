@@ -324,12 +324,13 @@ def test_two_processes_exchange_the_tokens_of_experts(tmp_path):
 @pytest.mark.parametrize(
     ("number", "devices", "changes"),
     [
-        pytest.param(1, 1, {}, marks=pytest.mark.slow),
-        pytest.param(1, 4, MESH, marks=pytest.mark.full),
-        pytest.param(2, 4, {**MESH, **WITHOUT_TENSOR}, marks=pytest.mark.full),
+        (1, 1, {}),
+        (1, 4, MESH),
+        (2, 4, {**MESH, **WITHOUT_TENSOR}),
     ],
     ids=["one device", "one process", "divided"],
 )
+@pytest.mark.full
 def test_processes_train_alike(tmp_path, two, number, devices, changes):
     workdir, outputs = two
     assert "held-out accuracy after" in outputs[0] and "step 4/4" in outputs[0]
@@ -357,7 +358,7 @@ TAUGHT = {  # by the first policy, which has something to say from the second st
     "changes",  # what happens to leftover groups
     [
         {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream", **TAUGHT},
-        {**CARRIED, "rollout.segment_length": 2, "data.max_response_length": 6},
+        pytest.param({**CARRIED, "rollout.segment_length": 2, "data.max_response_length": 6}, marks=pytest.mark.full),
         pytest.param(GROWING, marks=pytest.mark.full),
     ],
     ids=["a queue with a teacher", "segments", "few slots"],

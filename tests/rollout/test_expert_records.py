@@ -64,7 +64,8 @@ def test_records_are_the_choices_of_a_pass_over_the_sequence(kind, shape, change
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("stretches", marks=pytest.mark.full), "pages"])
+@pytest.mark.long("3-2-pages")
+@pytest.mark.parametrize("kind", ["stretches", "pages"])
 @pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (3, 2)])
 def test_devices_that_exchange_tokens_draw_the_same_tokens_and_record_the_same_experts(expert, tensor, kind):
     """On 2 x 2 devices, whose rows fsdp divides too, and on 3 x 2, which share the experts and the heads."""

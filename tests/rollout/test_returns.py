@@ -195,7 +195,7 @@ def test_other_draws_and_purposes(kind, sampling, purpose):
 
 
 @pytest.mark.slow
-@pytest.mark.long("stretches", "gemma2")
+@pytest.mark.long("stretches-mistral", "gemma2")
 @pytest.mark.parametrize("name", ["gemma2_softcap", "gemma3", "mistral_sliding"])
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_layers_with_windows(kind, name):
@@ -272,7 +272,7 @@ with command(sys.argv):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full  # the long lane has runs of two processes, in environments/test_processes
 def test_processes_that_answer_alike_draw_alike(tmp_path, expected):
     port, code = free_port(), OF_PROCESSES.format(folder=str(tmp_path))
     started = [Process(code, options(together(port, process)), {"JAX_NUM_CPU_DEVICES": "1"}) for process in range(2)]

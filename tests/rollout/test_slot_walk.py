@@ -60,7 +60,7 @@ def given_up(queue: Simulation) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.long("-0")
+@pytest.mark.long("7B h100:8-0", "7B v5e:8x8-0")
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", LARGE)
 def test_decoding_a_long_tail_computes_little_more_than_is_needed(name, seed):

@@ -33,6 +33,7 @@ def same(found, rollouts):
 
 
 @pytest.mark.slow
+@pytest.mark.long("stretches")
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_rows_take_turns_in_slots(kind, rollouts):
     same(rollouts.sample(rollouts.engine(kind, max_num_seqs=7, lookahead=1)), rollouts)
@@ -48,6 +49,7 @@ def test_rows_given_up_draw_the_same_tokens_again(rollouts, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long("pages")
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_devices_share_the_rows(kind, rollouts):
     same(rollouts.sample(rollouts.engine(kind, mesh_of((2, 2, 2)), max_num_seqs=16, lookahead=1)), rollouts)

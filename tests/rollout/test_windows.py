@@ -55,7 +55,7 @@ def softcap():
 
 
 @pytest.mark.slow
-@pytest.mark.long("gemma3", MISTRAL)  # some layers have a window, or all
+@pytest.mark.long(MISTRAL)  # test_families has gemma3, of whose layers some have a window
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_draws_what_one_pass_over_each_sequence_draws(name):
     rollouts, expected = family(name), family(name).reference
