@@ -14,7 +14,7 @@ KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: 
 OF_KIND = {kind: of for of, kind in KINDS.items()} | {"number": int | float, "null": types.NoneType}
 _FENCED = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
 _OF_ANY_FORMAT = re.compile(
-    r"(<tool_call>.*?(?:</tool_call>|\Z)|```(?:json)?\s*\{.*?\}\s*```|\A\s*(?:<\|python_tag\|>)?\s*\{.*\}\s*\Z)",
+    r"(<tool_call>.*?(?:</tool_call>|\Z)|```(?:json)?\s*\{.*?\}\s*```|\A\s*(?:<\|python_tag\|>\s*)?\{.*\}\s*\Z)",
     re.DOTALL,
 )
 
@@ -62,7 +62,7 @@ def calls_in(text: str, tool_format: str) -> list[Call]:
 
 
 def parts_of(text: str) -> list[tuple[bool, str]]:
-    """The parts of a turn in order, and whether each is a call, in any format."""
+    """The parts of a turn in order, and whether each is a call, in any format; takes the square of a turn's length."""
     parts = enumerate(_OF_ANY_FORMAT.split(text))
     return [(bool(number % 2), part) for number, part in parts if part.strip()]
 

@@ -102,7 +102,7 @@ def shown(step: int, sample: Sample) -> Shown:
         step=step,
         prompt=visible(shortened(str(sample.get("prompt", "")))),
         response=visible(shortened(str(sample.get("response", "")))),
-        turns=[(by, visible(shortened(text))) for by, text in _parts(sample.get("turns", []))],
+        turns=[(by, visible(text)) for by, text in _parts(sample.get("turns", []))],
         verdict=verdict,
         score=", ".join(f"{name} {number(value)}" for name, value in scores.items() if is_number(value)),
         length=f"{number(sample['length'])} tokens" if is_number(sample.get("length")) else "",
@@ -113,7 +113,8 @@ def shown(step: int, sample: Sample) -> Shown:
 def _parts(turns: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
     """Who wrote what; calls of tools, which an environment has answered, apart from the rest of their turn."""
     for turn, following in zip_longest(turns, turns[1:]):
+        text = shortened(turn["text"])  # parts_of takes long for long ones
         if turn["by"] == "policy" and following is not None:
-            yield from (("call" if called else "policy", text) for called, text in parts_of(turn["text"]))
+            yield from (("call" if called else "policy", part) for called, part in parts_of(text))
         else:
-            yield turn["by"], turn["text"]
+            yield turn["by"], text
