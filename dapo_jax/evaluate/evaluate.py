@@ -146,7 +146,7 @@ def _opened(
 ) -> Iterator[_Measuring]:
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, expert=config.mesh.expert)
     check_weights(arch, mesh)
-    check_stops(config, arch, mesh)
+    check_stops(config.environment, config.rollout, arch, mesh)
     report_devices(device_notes(config, mesh), config.mesh, mesh)
     decode_weights = build_decode_weights(arch, compute_dtype(config.model, mesh), mesh)
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from dapo_jax.command.tasks import given_function
 from dapo_jax.config.derived import plays_episodes
-from dapo_jax.config.sections import Config, DataConfig, EnvironmentConfig
-from dapo_jax.config.values import with_values
+from dapo_jax.config.sections import Config, DataConfig, EnvironmentConfig, RewardConfig
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.environments.chat import Chat
 from dapo_jax.environments.pool import EnvironmentPool
@@ -73,20 +72,20 @@ class Environments:
         missing = verdict.error is not None and not verdict.numbers
         return verdict if missing else replace(verdict, numbers=own | verdict.numbers)
 
-    def without_reward_function(self, config: Config) -> Config:
-        """The config of a run, without a reward function if the environment gives rewards.
+    def without_function(self, reward: RewardConfig) -> RewardConfig:
+        """The rewards of a run, without a function if the environment gives rewards.
 
         Raises:
             InputError: both give rewards.
         """
         if not self.gives_rewards:
-            return config
-        if given_function(config.reward) not in ("auto", "none"):
+            return reward
+        if (given := given_function(reward)) not in ("auto", "none"):
             raise InputError(
-                f"{described(given_function(config.reward))} must not be given with environment.path="
-                f"{config.environment.path}, which gives rewards itself: leave it out, or get_reward and reward"
+                f"{described(given)} must not be given with environment.path={self.settings.path}, which gives rewards "
+                "itself: leave it out, or get_reward and reward"
             )
-        return with_values(config, {"reward.function": "none"})
+        return replace(reward, function="none")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dapo_jax.config.derived import plays_episodes
-from dapo_jax.config.sections import Config, ModelConfig
+from dapo_jax.config.sections import Config, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig
 from dapo_jax.errors import InputError, divisors, nearest
 from dapo_jax.learner.trainable import HOST, Passes
 from dapo_jax.learner.trained_networks import Network, trained
@@ -40,10 +40,10 @@ def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | Non
     else:
         whole = sampling = make_mesh(*shape, devices, expert=expert)
     check_weights(arch, sampling)
-    check_stops(config, arch, sampling)
+    check_stops(config.environment, config.rollout, arch, sampling)
     networks = trained(config)
     size = _train_tensor(config, arch, networks, whole)
-    _refuse(_training_problems(config, arch, networks, whole, size))
+    _refuse(_training_problems(config.data, config.mesh.context, arch, networks, whole, size))
     mesh = with_tensor(whole, size, config.mesh.context)
     check_memory(networks, config.model, mesh)
     return Meshes(mesh, sampling)
@@ -69,7 +69,7 @@ def _train_tensor(config: Config, arch: Architecture, networks: Mapping[str, Net
     sizes = divisors(mesh.shape["tensor"])
     usable = memory_by_kind(config.trainer, mesh)
     for size in sizes:
-        if _training_problems(config, arch, networks, mesh, size):
+        if _training_problems(config.data, config.mesh.context, arch, networks, mesh, size):
             continue
         changed = with_tensor(mesh, size, config.mesh.context)
         shards = num_batch_shards(changed)
@@ -81,10 +81,10 @@ def _train_tensor(config: Config, arch: Architecture, networks: Mapping[str, Net
 
 
 def _training_problems(
-    config: Config, arch: Architecture, networks: Mapping[str, Network], mesh: Mesh, size: int
+    data: DataConfig, context: int, arch: Architecture, networks: Mapping[str, Network], mesh: Mesh, size: int
 ) -> list[str]:
     """One line for each dimension of weights and batches that `mesh` does not divide with `size` along "tensor"."""
-    changed, context = with_tensor(mesh, size), config.mesh.context
+    changed = with_tensor(mesh, size)
     if changed.shape["fsdp"] % context:
         fitting = nearest(divisors(changed.shape["fsdp"]), context)
         return [
@@ -102,7 +102,7 @@ def _training_problems(
             for axes, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
         ]
     mesh = with_tensor(mesh, size, context)
-    of_batches = batch_problems(networks, config.data.train_batch_size, mesh)
+    of_batches = batch_problems(networks, data.train_batch_size, mesh)
     return of_weights + of_batches + context_problems(arch, mesh)
 
 
@@ -131,9 +131,9 @@ def check_weights(arch: Architecture, mesh: Mesh) -> None:
     _refuse(_weight_problems(arch, mesh))
 
 
-def check_stops(config: Config, arch: Architecture, mesh: Mesh) -> None:
+def check_stops(environment: EnvironmentConfig, rollout: RolloutConfig, arch: Architecture, mesh: Mesh) -> None:
     """Raises InputError if a turn of an episode would end after the states of the model have seen more."""
-    if plays_episodes(config.environment) and config.rollout.stop and arch.delta and platform(mesh) == "cpu":
+    if plays_episodes(environment) and rollout.stop and arch.delta and platform(mesh) == "cpu":
         raise InputError(STOPS_LATE)
 
 

@@ -14,7 +14,7 @@ from dapo_jax.command.command_line import read_options
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.own_functions import file_and_function
 from dapo_jax.config.places import expanded, is_address
-from dapo_jax.config.sections import Config, MeshConfig
+from dapo_jax.config.sections import Config, MeshConfig, TrainerConfig
 from dapo_jax.config.values import flat
 from dapo_jax.errors import InputError
 from dapo_jax.interface.configs import with_changes
@@ -103,7 +103,7 @@ def planned(
         )
     if not from_batch:
         try:
-            origin = _origin(folder, recorded, step)
+            origin = _origin(folder, recorded.trainer, step)
         except InputError as error:
             if step not in kept:
                 raise
@@ -111,9 +111,9 @@ def planned(
     return Plan(folder, config, step, origin, rows, tolerance, notes, from_batch)
 
 
-def _origin(folder: Path, config: Config, step: int) -> Origin | None:
+def _origin(folder: Path, trainer: TrainerConfig, step: int) -> Origin | None:
     """The nearest checkpoint before `step`; without one, that from which the run began, or None."""
-    directory, other = checkpoint_dir(str(folder), config.trainer), config.trainer.resume_from_path
+    directory, other = checkpoint_dir(str(folder), trainer), trainer.resume_from_path
     saved = saved_steps(directory)
     if before := [one for one in saved if one < step]:
         return Origin(directory, before[-1])
