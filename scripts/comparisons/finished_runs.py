@@ -113,6 +113,11 @@ def _plain(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
+def _rounded(value: float) -> float:
+    """Counts as they are, other numbers with four digits."""
+    return value if float(value).is_integer() else float(f"{value:.4g}")
+
+
 def means_of(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """The MEANS, each over the rows that have it; without those that no row has."""
     values = {name: [value for row in rows if (value := row.get(name)) is not None] for name in MEANS}
@@ -125,9 +130,7 @@ def runs_of_folder(arm: str, folder: Path) -> Iterator[Run]:
         if is_finished(workdir):
             where = recorded_environment(workdir)
             measured = read_metrics(workdir)
-            rows = [
-                {key: float(f"{value:.6g}") for key, value in row.items() if is_kept(key, value)} for row in measured
-            ]
+            rows = [{key: _rounded(value) for key, value in row.items() if is_kept(key, value)} for row in measured]
             yield Run(
                 arm=arm,
                 config=folder.name,

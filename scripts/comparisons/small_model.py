@@ -2,6 +2,7 @@
 
     pip install -e '.[reasoning-gym]'
     python scripts/comparisons/small_model.py --output runs/small_model
+    python scripts/comparisons/small_model.py --carries data/carries
 
 It learns from demonstrations for minutes on two cores, and is then what RL begins with: an answer to `8 + 5 + 6 = ?`
 (`dapo-jax data sums`) or to the problems of reasoning-gym's spell_backward is sometimes right, in several styles. The
@@ -11,7 +12,8 @@ demonstrations hold what a run has to unlearn:
 - habits: a carry is forgotten, a double letter is written once, so that some problems are nearly always wrong
 - slips: any sum or letter may be wrong
 
-No demonstration is of a problem that a run of ablations.py with one of the first five seeds holds out.
+No demonstration is of a problem that a run of ablations.py with one of the first five seeds holds out. --carries writes
+the sums of three numbers with a carry in both additions, of which the model solves few.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -22,6 +24,7 @@ if __name__ == "__main__":  # the imports below take seconds
 import argparse
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +94,21 @@ def sum_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration]:
         terms = tuple(dice.integers(LOW, HIGH + 1, dice.choice(NUM_TERMS)).tolist())
         if tuple(sorted(terms)) not in heldout:
             yield sum_row(terms, "train")["prompt"], _sum_answer(terms, dice)
+
+
+def write_carries(folder: Path) -> None:
+    """Sums of three numbers with a carry in both additions, 256 to train on, and those that no demonstration has."""
+    heldout = {tuple(sorted(terms)) for terms in sums(NUM_HELDOUT, NUM_HELDOUT, 0)["heldout"]}
+    every = itertools.product(range(LOW, HIGH + 1), repeat=3)
+    hard = [(a, b, c) for a, b, c in every if a % 10 + b % 10 >= 10 and (a + b) % 10 + c % 10 >= 10]
+    known = [terms for terms in hard if tuple(sorted(terms)) not in heldout]
+    chosen = {"train": [known[index] for index in np.random.default_rng(0).permutation(len(known))[:256]]}
+    chosen["val"] = [terms for terms in hard if terms not in known]
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, problems in chosen.items():
+        lines = (json.dumps(sum_row(terms, split)) for terms in problems)
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+        print(f"{len(problems)} sums in {folder / split}.jsonl")
 
 
 def _sum_answer(terms: tuple[int, ...], dice: np.random.Generator) -> str:
@@ -187,7 +205,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/small_model"), help="directory to write")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--carries", type=Path, help="write only sums with two carries, into this directory")
     given = parser.parse_args()
+    if given.carries is not None:
+        return write_carries(given.carries)
     arch, tokenizer = architecture(), small_tokenizer()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, given.steps // 30, given.steps, 1e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
