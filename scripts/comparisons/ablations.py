@@ -72,6 +72,7 @@ SMALL_SPELLING = {  # needs pip install -e '.[reasoning-gym]'
     "data.reasoning_gym.num_train": "256",
     "data.reasoning_gym.num_heldout": "256",
 }
+SMALL_CARRIES = {**SMALL, **{f"data.{split}_files": f"data/carries/{split}.jsonl" for split in ("train", "val")}}
 SMALL_NO_FILTER = {**NO_FILTER, "data.gen_batch_size": "12"}
 POOLS = {"data.curriculum.enable": "True"}
 WITHOUT_FILTER = {**SMALL_NO_FILTER, "trainer.total_training_steps": "120"}  # about as many tokens as with a filter
@@ -124,7 +125,9 @@ COMPARISONS = {
         "configs/calculator.py", {"with the calculator": {}, "without": {"environment.path": ""}}
     ),
     "frozen_lake": Comparison(  # python configs/frozen_lake.py writes the boards
-        "configs/frozen_lake.py", {size: boards_of(size) for size in ("2x2", "3x3")}
+        "configs/frozen_lake.py",
+        {size: boards_of(size) for size in ("2x2", "3x3")}
+        | {"4x4": {**boards_of("4x4"), "data.max_response_length": "192"}},
     ),
     "distillation": Comparison(  # accuracy against tokens: a teacher's word on each token, or a verdict on each answer
         "configs/quickstart.py",
@@ -232,4 +235,9 @@ COMPARISONS = {
     ),
     "filter_sums": Comparison("configs/sums.py", SHOULD_YOU_FILTER, shared=SMALL_SUMS),
     "filter_spelling": Comparison("configs/sums.py", SHOULD_YOU_FILTER, shared=SMALL_SPELLING),
+    "filter_carries": Comparison(  # small_model.py --carries writes the sums, of which it solves few
+        "configs/sums.py",
+        {arm: SHOULD_YOU_FILTER[arm] for arm in ("naive GRPO", "filter, stream")},
+        shared=SMALL_CARRIES,
+    ),
 }
