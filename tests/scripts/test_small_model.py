@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 import sys
 from pathlib import Path
@@ -27,6 +28,16 @@ def test_no_demonstration_is_of_a_held_out_sum():
     drawn = itertools.islice(small_model.sum_demonstrations(np.random.default_rng(0)), 2000)
     asked = {tuple(sorted(map(int, re.findall(r"\d+", messages[-1]["content"])))) for messages, _ in drawn}
     assert len(asked) > 500 and not asked & heldout
+
+
+def test_sums_with_two_carries_that_a_run_evaluates_on_are_in_no_demonstration(tmp_path):
+    small_model.write_carries(tmp_path)
+    heldout = {tuple(sorted(terms)) for terms in sums(256, 256, 0)["heldout"]}
+    for split, number in (("train", 256), ("val", 93)):
+        prompts = [json.loads(line)["prompt"] for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
+        asked = {tuple(map(int, re.findall(r"\d+", messages[-1]["content"]))) for messages in prompts}
+        assert len(asked) == number and {tuple(sorted(terms)) in heldout for terms in asked} == {split == "val"}
+        assert all(a % 10 + b % 10 > 9 and (a + b) % 10 + c % 10 > 9 for a, b, c in asked)
 
 
 def test_no_demonstration_is_of_a_word_that_a_run_holds_out():
