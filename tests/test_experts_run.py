@@ -152,3 +152,5 @@ def test_a_run_resumes_with_and_without_devices_that_exchange_tokens(model, tmp_
     assert gate.sharding.spec[1:3] == (("expert", "tensor"), "fsdp")
     assert_same_policy(found, jax.device_get(expected.actor.params), tolerance=1e-4)
     assert_alike(tmp_path / "stayed", tmp_path / "moved")
+    moved, stayed = (read_metrics(tmp_path / name) for name in ("moved", "stayed"))
+    assert [row["response_length/mean"] for row in moved] == [row["response_length/mean"] for row in stayed]
