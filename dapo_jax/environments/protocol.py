@@ -108,7 +108,8 @@ class Environment:
     def _has_reward(self) -> bool:
         if self.make is None or callable(getattr(self.make, "get_reward", None)):
             return self.make is not None
-        return not callable(getattr(self.make(**self.arguments), "reward", callable))  # a method is a tool
+        instance = self.make(**self.arguments)
+        return hasattr(instance, "reward") and not callable(instance.reward)  # a method is a tool
 
     @property
     def description(self) -> Description:

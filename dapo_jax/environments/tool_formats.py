@@ -62,7 +62,7 @@ def calls_in(text: str, tool_format: str) -> list[Call]:
 
 
 def parts_of(text: str) -> list[tuple[bool, str]]:
-    """The parts of a turn in order, and whether each is a call, in any format; takes the square of a turn's length."""
+    """The parts of a turn in order, and whether each is a call, in any format; for short turns, as it is quadratic."""
     parts = enumerate(_OF_ANY_FORMAT.split(text))
     return [(bool(number % 2), part) for number, part in parts if part.strip()]
 

@@ -178,7 +178,9 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
         "dynamic_sampling/trained_tokens": trained,
         "dynamic_sampling/overgen_ratio": generated / max(trained, 1),
         "dynamic_sampling/accepted_len_over_finished_kept_len": _length_ratio(accepted, [one.keep for one in rounds]),
-        "dynamic_sampling/accepted_len_over_judged_len": _length_ratio(accepted, [one.keep | True for one in rounds]),
+        "dynamic_sampling/accepted_len_over_judged_len": _length_ratio(
+            accepted, [np.ones_like(one.keep) for one in rounds]
+        ),
     }
 
 

@@ -88,8 +88,13 @@ def architecture() -> Architecture:
     return dataclasses.replace(read_model(small_config().model)[0], vocab_size=192)
 
 
+def held_out_sums() -> set[tuple[int, ...]]:
+    """The numbers of each, in order."""
+    return {tuple(sorted(terms)) for terms in sums(NUM_HELDOUT, NUM_HELDOUT, 0)["heldout"]}
+
+
 def sum_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration]:
-    heldout = {tuple(sorted(terms)) for terms in sums(NUM_HELDOUT, NUM_HELDOUT, 0)["heldout"]}
+    heldout = held_out_sums()
     while True:
         terms = tuple(dice.integers(LOW, HIGH + 1, dice.choice(NUM_TERMS)).tolist())
         if tuple(sorted(terms)) not in heldout:
@@ -98,12 +103,11 @@ def sum_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration]:
 
 def write_carries(folder: Path) -> None:
     """Sums of three numbers with a carry in both additions, 256 to train on, and those that no demonstration has."""
-    heldout = {tuple(sorted(terms)) for terms in sums(NUM_HELDOUT, NUM_HELDOUT, 0)["heldout"]}
-    every = itertools.product(range(LOW, HIGH + 1), repeat=3)
+    heldout, every = held_out_sums(), itertools.product(range(LOW, HIGH + 1), repeat=3)
     hard = [(a, b, c) for a, b, c in every if a % 10 + b % 10 >= 10 and (a + b) % 10 + c % 10 >= 10]
     known = [terms for terms in hard if tuple(sorted(terms)) not in heldout]
     chosen = {"train": [known[index] for index in np.random.default_rng(0).permutation(len(known))[:256]]}
-    chosen["val"] = [terms for terms in hard if terms not in known]
+    chosen["val"] = [terms for terms in hard if tuple(sorted(terms)) in heldout]
     folder.mkdir(parents=True, exist_ok=True)
     for split, problems in chosen.items():
         lines = (json.dumps(sum_row(terms, split)) for terms in problems)
