@@ -125,7 +125,7 @@ def assert_same_policy(models: Any, expected: Any, tolerance: float = 0.0) -> No
 
 
 ROUNDING = 1e-6  # of a weight, as its products differ between two meshes ...
-NOISES = 4  # ... which may go to either side of a bound
+NOISES = 16  # ... which may go to either side of a bound; each is also tried with the other sign
 
 
 def rounding_decides(assert_alike: Callable[[Path], None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -139,8 +139,8 @@ def rounding_decides(assert_alike: Callable[[Path], None], folder: Path, monkeyp
 
         def nearly(*arguments: Any, number: int = number, **keywords: Any) -> Any:
             loaded = load(*arguments, **keywords)
-            key = jax.random.key(number)
-            near = jax.tree.map(lambda x: x * (1 + ROUNDING * jax.random.normal(key, x.shape)), loaded.params)
+            key, size = jax.random.key(number // 2), ROUNDING * (-1) ** number
+            near = jax.tree.map(lambda x: x * (1 + size * jax.random.normal(key, x.shape)), loaded.params)
             return dataclasses.replace(loaded, params=near)
 
         with monkeypatch.context() as patch:
