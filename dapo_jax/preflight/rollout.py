@@ -124,6 +124,9 @@ def _programs(calls: Calls, counted: Counting, weights: Params) -> Iterator[Prog
     for size in {**counted.prefills, layout.prefills[-1]: 0}:
         name = f"prefill {size.at_once} prompts a shard, width {size.width}"
         yield Program("prefill", name, counted.prefills[size], lambda size=size: calls.lower_prefill(size), held)
+    for rows in layout.reads[:1]:
+        name = f"read a page of an environment's tokens of {rows} rows a shard"
+        yield Program("prefill", name, 0, lambda rows=rows: calls.lower_read(rows), held)
     shapes = counted.decodes if layout.stretches else [layout.first_shape._replace(slots=n) for n in layout.ladder]
     for shape in shapes:
         chunks, pairs = counted.decodes[shape], None
@@ -162,6 +165,10 @@ class KnownLengths:
     def states(self, rows: np.ndarray) -> np.ndarray:
         """As `queue.Outcome`."""
         return np.where((rows >= 0) & (self.seen < self.lengths)[rows], ALIVE, ENDED)
+
+    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """As `queue.Outcome`: the policy writes all."""
+        return np.zeros(len(rows), bool)
 
 
 def walk_lengths(

@@ -78,6 +78,17 @@ class Plan:
 
 
 @struct.dataclass
+class Reading:
+    """A page of known tokens of r rows, in arrays of the host or of the devices. Without a row all is 0."""
+
+    tokens: Any  # [r, C] int32, which begin with the last one before the page
+    prompt_lengths: Any  # [r] int32
+    sampled: Any  # [r] int32, tokens of the response before those that are drawn or given in this page
+    table: Any  # [r, M] int32, with the page
+    destinations: Any  # [r] int32, the page
+
+
+@struct.dataclass
 class FirstDraws:
     """Rows whose first token a prefill draws; number -1 = no row."""
 
@@ -134,6 +145,25 @@ def prefill(
         drawn, logprobs = sample(logits, keys, rows.begun, sampling, eos_ids)
         chunk = _chunk_of(drawn[:, None], (rows.numbers >= 0)[:, None], logprobs[:, None])
     return laid_out(held), chunk, _everywhere(_recorded(experts, choices))
+
+
+@functools.partial(jax.jit, static_argnames=("arch", "choices"), donate_argnames=("held",))
+def read(
+    params: Params, held: Held, reading: Reading, *, arch: Architecture, choices: Choices | None = None
+) -> tuple[Held, jax.Array | None]:
+    """Runs a page of known tokens of each row, all at once, and keeps their keys and values.
+
+    Each token is a row of one step of decoding. The second result is the experts [r, C, l, k] of these tokens, if they
+    are recorded.
+    """
+    places = (reading.prompt_lengths - 1 + reading.sampled)[:, None] + jnp.arange(reading.tokens.shape[1])
+    cache, tokens = held.cache.opened_to_read(reading, arch), reading.tokens.reshape(-1)
+    given = cache.attend, params, tokens, places.reshape(-1), cache.carried, arch
+    _, layers, experts = transformer.decode(*given)
+    held = held.replace(cache=cache.closed(layers))  # pyright: ignore[reportAttributeAccessIssue]
+    if experts is not None:
+        experts = experts.reshape(*reading.tokens.shape, *experts.shape[1:])
+    return laid_out(held), _everywhere(_recorded(experts, choices))
 
 
 @functools.partial(

@@ -10,12 +10,13 @@ from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put
-from dapo_jax.rollout.decoding import Chunk, FirstDraws, Plan
+from dapo_jax.rollout.decoding import Chunk, FirstDraws, Plan, Reading
 from dapo_jax.rollout.layout import PrefillSize, Shape
 from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.queue import Counting, Opened, Queue, Turn
 from dapo_jax.rollout.responses import JoinedResponses, Request
 from dapo_jax.rollout.sampling import TRAIN
+from dapo_jax.rollout.shards import KnownPage
 from dapo_jax.rollout.stretches import begun, resized
 
 
@@ -106,6 +107,23 @@ class QueueDevices(Counting):
         )
         self._record_prompts()
         return chunk
+
+    def read(self, rows: int, known: Sequence[Sequence[KnownPage]]) -> None:
+        """As `Counting`."""
+        super().read(rows, known)
+        layout, count = self.layout, rows * self.layout.shards
+        tokens, table = np.zeros((count, layout.page_length), np.int32), np.zeros((count, layout.row_pages), np.int32)
+        numbers, lengths, sampled, pages = np.full(count, -1), *np.zeros((3, count), np.int32)
+        for shard, of_shard in enumerate(known):
+            for at, one in enumerate(of_shard, shard * rows):
+                numbers[at], sampled[at], table[at], pages[at] = one.row, one.sampled, one.table, one.page
+                lengths[at], last = self.rows[:2, one.row]
+                fed = np.concatenate([[last], self.responses.tokens_of(one.row)])
+                tokens[at] = fed[one.sampled : one.sampled + layout.page_length]
+        reading = self._put(Reading(tokens, lengths, sampled, table, pages))
+        self.held, experts = self.calls.read(self.request.params, self.held, reading)
+        if experts is not None and self.request.purpose == TRAIN:
+            self.responses.add_known(numbers, sampled, fetch(experts))
 
     def _with_stretches(self, turn: Turn, begins: np.ndarray) -> np.ndarray:
         """Gives what is held the shape of the turn, and rows that begin their prompts; returns where rows then are."""

@@ -1,7 +1,7 @@
 """Host: the sizes of an engine: slots, pages, stretches and calls, from lengths and memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +89,7 @@ class Layout:
     states: int = 0  # of a shard, with place 0, for prompts' states; 0 = no layer has states, or stretches
     together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row
     returns: bool = False  # rows may wait for tokens that the policy does not write, and return
+    reads: tuple[int, ...] = ()  # rows of a shard that read a page of these tokens at once, descending; () = none
 
     @property
     def slots(self) -> int:
@@ -167,7 +168,7 @@ def choose_layout(
     if attend is None:
         return _of_stretches(sizes, returns)
     gathers, mean_prompt = attend is attend_gathered, float(np.mean(prompt_lengths))
-    return replace(_of_pages(sizes, history, mean_prompt, gathers=gathers), returns=returns)
+    return _of_pages(sizes, history, mean_prompt, gathers=gathers, returns=returns)
 
 
 def open_prompts(slots: int, prefills: Sequence[PrefillSize]) -> int:
@@ -253,7 +254,7 @@ class _Pages(NamedTuple):
         return 1 + slots * self.own + (slots + waiting) * self.prompt
 
 
-def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool) -> Layout:
+def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool, returns: bool) -> Layout:
     """As many slots as `_slots` says. A page has the tokens of a chunk.
 
     Without decode_chunk_length a chunk has 32 tokens, with which few are drawn after the end of a short response, and
@@ -278,7 +279,9 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     places = (3 * prefills[0].at_once + 1) * sizes.state_bytes  # of prompts that wait, and are being read
     sizes = sizes._replace(memory=max(sizes.memory - places, 1.0) if sizes.memory else 0.0)  # 0 = not known
     slots = _slots(sizes, history.evenness(), per_slot=per_slot, per_row=per_row)
-    pages, windows = (kind.most(slots, waiting=2 * prefills[0].at_once) for kind in (full, windowed))
+    keeps = returns and not reach and not arch.delta  # rows that wait for an environment keep their pages
+    begun = slots * (1 + keeps)
+    pages, windows = (kind.most(begun, waiting=2 * prefills[0].at_once) for kind in (full, windowed))
     if not settings.max_num_seqs or sizes.memory > 0:
         pages = min(pages, _pages_in(sizes.memory - slots * per_slot, full, windowed, pages, windows))
     if pages < 1 + row_pages:
@@ -292,7 +295,9 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     held = pages, length, length, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
     together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
     states = open_prompts(slots, prefills) + 1 if arch.delta else 0
-    return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together)
+    most = min(sizes.at_once(length), slots) if keeps else 0
+    reads = tuple(most >> step for step in range(0, most.bit_length(), 2))
+    return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together, returns, reads)
 
 
 def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -> int:

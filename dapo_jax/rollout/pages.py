@@ -10,14 +10,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture, Layer
 from dapo_jax.models.gated_delta import State, empty_state, next_token
-from dapo_jax.models.paged_attention import AttendPages, Reads, Runs
+from dapo_jax.models.paged_attention import AttendPages, Reads, Runs, most_together
 from dapo_jax.parallel.sharding import constrain, on_mesh
-from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, put_first, states_at, taken
+from dapo_jax.rollout.decoding import (
+    HEADS,
+    ROWS,
+    Held,
+    OpenedCache,
+    Plan,
+    Reading,
+    laid_out,
+    put_first,
+    states_at,
+    taken,
+)
+
+LEAST_TAIL = 16  # tokens of a tail that a kernel takes
 
 
 @struct.dataclass
@@ -102,6 +116,35 @@ class Pages:
         fixed = [None if isinstance(held, States) else held for held in self.layers]
         return OpenedCache(fixed, [before(held) for held in self.layers], attend, closed)
 
+    def opened_to_read(self, reading: Reading, arch: Architecture) -> OpenedCache:
+        """As `opened`, for one step whose rows are the tokens of whole pages; no layer has a window or a state.
+
+        A page is written before its tokens see it, up to themselves. They read all pages before it together, as rows
+        with one prompt do.
+        """
+        heads, rows = on_mesh((HEADS, ROWS))
+        spec = heads, heads, rows, PartitionSpec("tensor")
+
+        def of_shard(query: jax.Array, pages: jax.Array, reading: Reading, sink: jax.Array | None) -> jax.Array:
+            (count, length), (_, kv_heads, _, width) = reading.tokens.shape, pages.shape
+            is_row, cached = reading.destinations > 0, reading.prompt_lengths - 1
+            starts = jnp.where(is_row, -cached % length, 0)
+            before = jnp.where(is_row, cached + starts + reading.sampled, 0)
+            ends = before[:, None] + 1 + is_row[:, None] * jnp.arange(length)  # no row: one token of the scratch page
+            each = functools.partial(jnp.repeat, repeats=length, axis=0)
+            runs = Runs(*_runs_of_pages(count, length, query.shape[1] // kv_heads), each(before))
+            reads = Reads(each(reading.table), each(starts), ends.reshape(-1), runs)
+            no_tail = jnp.zeros((count * length, kv_heads, min(length, LEAST_TAIL), width), pages.dtype)
+            return self.attend(query, pages, no_tail, jnp.int32(-1), reads, sink, cap=arch.attention_cap)
+
+        def attend(kind: Layer, held: Any, query: jax.Array, key: jax.Array, value: jax.Array, sink: Any) -> Any:
+            new = jnp.concatenate([key, value], axis=-1).reshape(*reading.tokens.shape, arch.num_kv_heads, -1)
+            held = _put(held, constrain(new.swapaxes(1, 2), HEADS), reading.destinations)
+            sharded = jax.shard_map(of_shard, in_specs=spec, out_specs=heads, check_vma=False)
+            return sharded(query[:, 0], held, reading, sink)[:, None], held
+
+        return OpenedCache([], self.layers, attend, lambda layers: Pages(layers, self.attend))
+
 
 @functools.partial(
     jax.jit, static_argnames=("arch", "slots", "pages", "window_pages", "states", "page_length", "dtype", "attend")
@@ -128,6 +171,15 @@ def empty_pages(
 
     cache = Pages([of_kind(kind) for kind in arch.layers], attend)
     return laid_out(Held(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
+
+
+def _runs_of_pages(rows: int, length: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Firsts and lengths of runs, if each token of the pages of some rows is a row."""
+    firsts, lengths = np.zeros((2, rows * length), np.int32)
+    most = most_together(groups)
+    found = [(row * length + at, min(most, length - at)) for row in range(rows) for at in range(0, length, most)]
+    firsts[: len(found)], lengths[: len(found)] = np.array(found).T
+    return firsts, lengths
 
 
 def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:

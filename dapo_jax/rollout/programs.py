@@ -14,7 +14,7 @@ from dapo_jax.models.paged_attention import AttendPages
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks_gpu import INNER, block_sums
 from dapo_jax.parallel.sharding import batch_sharding, on_mesh, replicated
-from dapo_jax.rollout.decoding import HEADS, ROWS, FirstDraws, Held, Plan, decode, prefill
+from dapo_jax.rollout.decoding import HEADS, ROWS, FirstDraws, Held, Plan, Reading, decode, prefill, read
 from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, Shape, cache_dtype
 from dapo_jax.rollout.pages import empty_pages
 from dapo_jax.rollout.queue import Seen, Together
@@ -67,6 +67,11 @@ class Calls:
         sizes |= {"block_sums": block_sums if is_plain else None, "ends_early": self.layout.ends_early}
         return functools.partial(decode, **sizes, **self.prefill.keywords)
 
+    @property
+    def read(self) -> functools.partial:
+        """`decoding.read`."""
+        return functools.partial(read, arch=self.settings.arch, choices=self.settings.choices)
+
     def held(self, shape: Shape | None = None) -> Held:
         """Shapes and shardings of what `empty` makes."""
         mesh, make = self.settings.mesh, self.empty(shape)
@@ -106,6 +111,12 @@ class Calls:
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.settings.mesh))
         held = self.held(shape if layout.stretches else None)
         return _lower(self.decode, self.params, held, plan, ANY_SAMPLING, number, number)
+
+    def lower_read(self, rows: int) -> jax.stages.Lowered:
+        """Of a page of known tokens of so many rows of a shard."""
+        layout, rows = self.layout, rows * self.layout.shards
+        row, tokens, table = self._rows(rows), self._rows(rows, layout.page_length), self._rows(rows, layout.row_pages)
+        return _lower(self.read, self.params, self.held(), Reading(tokens, row, row, table, row))
 
     def _rows(self, *shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(self.settings.mesh))

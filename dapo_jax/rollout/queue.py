@@ -15,7 +15,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.layout import Layout, PrefillSize, Shape
-from dapo_jax.rollout.shards import Granted, Row, Shard
+from dapo_jax.rollout.shards import Granted, KnownPage, Row, Shard
 
 LEAST_STOCK = 4  # rows of a shard, at least, that may wait for a slot
 
@@ -94,6 +94,14 @@ class Counting:
         first = self.layout.prefilled
         return (first, np.concatenate([self.layout.rows(one.prompt) for one in opened])) if first else None
 
+    def read(self, rows: int, known: Sequence[Sequence[KnownPage]]) -> None:
+        """Reads pages of rows of each shard, at most `rows`."""
+        layout, flops = self.layout, token_flops(self.arch)
+        rows *= layout.shards
+        pages = rows * layout.row_pages if self.gathers else sum(one.held for of_shard in known for one in of_shard)
+        keys = pages * layout.page_length
+        self.computed["decode"] += layout.page_length * (rows * flops.layers + keys * flops.pair)
+
     def decode(self, turn: Turn) -> Any:
         """Decodes a chunk and returns it."""
         self.computed["decode"] += self.layout.chunk * self._token_work(turn)
@@ -139,6 +147,10 @@ class Outcome(Protocol):
 
     def states(self, rows: np.ndarray) -> np.ndarray:
         """[B] ENDED, WAITS for tokens that the policy does not write, or ALIVE, as far as it is known."""
+        ...
+
+    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """[B] bool, whether these tokens, one of each row, are known and were not written by the policy."""
         ...
 
 
@@ -193,7 +205,9 @@ class Queue:
             if first is not None:
                 outcome.add(*first, np.zeros(len(first[1]), np.int64))
                 self.release(outcome)
-        turn = self.turn()
+        granted = [shard.grant() for shard in self.shards]
+        self._read_known(devices, outcome, granted)
+        turn = self.turn(granted)
         if turn is not None:
             self._dispatched.append((devices.decode(turn), turn))
         elif self._dispatched:
@@ -201,6 +215,21 @@ class Queue:
         else:
             return False
         return True
+
+    def _read_known(self, devices: Counting, outcome: Outcome, granted: list[dict[int, Granted]]) -> None:
+        """Rows read the pages that end with a token of an environment; each is granted one for what comes after.
+
+        Which pages these are depends on the tokens alone. So it changes no key or value when a row is read again.
+        """
+        while self.layout.reads:
+            pages = zip(self.shards, granted, strict=True)
+            known = [shard.read_known(of_shard, outcome.are_given) for shard, of_shard in pages]
+            if not (left := max(map(len, known))):
+                return
+            while left > 0:  # in calls that are nearly full, but for the last
+                rows = next((rows for rows in self.layout.reads if 4 * left >= 3 * rows), self.layout.reads[-1])
+                devices.read(rows, [of_shard[:rows] for of_shard in known])
+                known, left = [of_shard[rows:] for of_shard in known], left - rows
 
     def _read(self, devices: Counting, outcome: Outcome) -> None:
         """Takes the result of the oldest chunk."""
@@ -239,10 +268,9 @@ class Queue:
             self.next_prompt += 1
         return opened
 
-    def turn(self) -> Turn | None:
-        """The next chunk; None without rows."""
+    def turn(self, granted: Sequence[Mapping[int, Granted]]) -> Turn | None:
+        """The next chunk, with the pages that rows of each shard are granted; None without rows."""
         layout = self.layout
-        granted = [shard.grant() for shard in self.shards]
         if not any(shard.live for shard in self.shards):
             return None
         most = max(len(shard.live) + len(shard.holding) for shard in self.shards)

@@ -164,6 +164,12 @@ class Responses:
         found = np.where(self.parked, WAITS, np.where(self.ended, ENDED, ALIVE))
         return np.where(rows >= 0, found[rows], ENDED)
 
+    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """As `queue.Outcome`; False for row -1."""
+        places = places + self.begun[rows]
+        within = (rows >= 0) & (places < self.given.shape[1])
+        return within & self.given[rows, np.where(within, places, 0)]
+
     def drawn(self) -> np.ndarray:
         """[B] tokens of each response so far, after those that it has begun with."""
         return self.mask.sum(axis=1) - self.begun
@@ -207,6 +213,17 @@ class JoinedResponses:
     def states(self, rows: np.ndarray) -> np.ndarray:
         """As `Responses.states`."""
         return np.max([np.full(len(rows), ENDED), *(part.states(own) for part, own in self._parts_of(rows))], axis=0)
+
+    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """As `Responses.are_given`."""
+        return np.any([part.are_given(own, places) for part, own in self._parts_of(rows)], axis=0)
+
+    def add_known(self, rows: np.ndarray, starts: np.ndarray, experts: np.ndarray) -> None:
+        """As `ExpertRecords.add_chunk`, of tokens that were known."""
+        for part, own in self._parts_of(rows):
+            if part.records is not None:
+                here = own >= 0
+                part.records.add_chunk(own[here], part.begun[own[here]] + starts[here], experts[here])
 
     def tokens_of(self, row: int) -> np.ndarray:
         """Tokens of a response after those that it has begun with, as far as they are known."""

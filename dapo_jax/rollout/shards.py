@@ -21,6 +21,7 @@ from dapo_jax.rollout.layout import Layout
 
 ENDED, WAITS, ALIVE = range(3)  # states of a response: WAITS for tokens that the policy does not write
 States = Callable[[np.ndarray], np.ndarray]  # rows [B] -> [B], as far as they are known
+AreGiven = Callable[[np.ndarray, np.ndarray], np.ndarray]  # as in queue.Outcome
 
 
 class Granted(NamedTuple):
@@ -28,6 +29,16 @@ class Granted(NamedTuple):
 
     page: int = 0  # page 0 is a scratch page
     window_page: int = 0
+
+
+class KnownPage(NamedTuple):
+    """A page of known tokens that a row reads."""
+
+    row: int
+    sampled: int  # tokens of the response before it
+    table: np.ndarray  # [M] pages of the row, with this one
+    page: int
+    held: int  # pages of the row, with this one
 
 
 class OpenPrompt(NamedTuple):
@@ -178,6 +189,27 @@ class Shard:
                 granted[row.number] = self._take(row)
             self.live.append(row)
         return granted
+
+    def read_known(self, granted: dict[int, Granted], are_given: AreGiven) -> list[KnownPage]:
+        """Rows read the pages that they are granted if the last token is an environment's, as many as a call takes.
+
+        Each is granted a page for what comes after, or waits for one without a slot.
+        """
+        rows, length = [row for row in self.live if row.number in granted], self.layout.page_length
+        given = are_given(_numbers(row.number for row in rows), _numbers(row.sampled + length - 1 for row in rows))
+        found = []
+        for row in [row for row, one in zip(rows, given, strict=True) if one][: self.layout.reads[0]]:
+            sampled, held = row.sampled, self.held(row) + 1
+            self.advance(row, -1, new := granted.pop(row.number))
+            found.append(KnownPage(row.number, sampled, row.table, new.page, held))
+            if not self._goes_on(row):
+                continue
+            if self._has_page():
+                granted[row.number] = self._take(row)
+            else:
+                self.live.remove(row)
+                self.returning.appendleft(row)
+        return found
 
     def held(self, row: Row) -> int:
         """Pages of a row before its next chunk."""

@@ -145,10 +145,11 @@ def gathered(parts: Parts) -> Iterator[Program]:
 
 
 def returning(parts: Parts) -> Iterator[Program]:
-    """A chunk with tokens that an environment has given."""
-    calls = engine_calls(parts)
-    calls = replace(calls, layout=replace(calls.layout, returns=True))
+    """A chunk with tokens that an environment has given, and whole pages of them."""
+    calls = engine_calls(parts, returns=True)
     yield "decode with given tokens", lambda: calls.lower_decode(calls.layout.first_shape)
+    for rows in calls.layout.reads[:1]:
+        yield "read a page of given tokens", functools.partial(calls.lower_read, rows)
 
 
 def continued(parts: Parts) -> Iterator[Program]:
@@ -159,7 +160,9 @@ def continued(parts: Parts) -> Iterator[Program]:
     yield "prefill", lambda: calls.lower_prefill(size)
 
 
-def engine_calls(parts: Parts, lengths: np.ndarray | None = None, num_samples: int | None = None) -> Calls:
+def engine_calls(
+    parts: Parts, lengths: np.ndarray | None = None, num_samples: int | None = None, *, returns: bool = False
+) -> Calls:
     """What the engine calls for prompts of these lengths; None = those of a step, of 16 tokens each."""
     config = parts.config
     settings = engine_settings(config, parts.arch, (0,), 0, parts.mesh)
@@ -168,7 +171,7 @@ def engine_calls(parts: Parts, lengths: np.ndarray | None = None, num_samples: i
     attend, _ = page_attention(settings)
     lengths = np.full(config.data.train_batch_size, 16) if lengths is None else lengths
     given = attend, cache_dtype(weights), lengths, num_samples or config.rollout.n
-    layout = choose_layout(settings, *given, LengthHistory(config.data.max_response_length), 0.0)
+    layout = choose_layout(settings, *given, LengthHistory(config.data.max_response_length), 0.0, returns=returns)
     return Calls(settings, weights, layout, attend)
 
 

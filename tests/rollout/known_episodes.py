@@ -30,6 +30,7 @@ class KnownEpisodes:
         self.turn, self.known = np.zeros((2, len(episodes)), int)
         self.ends = np.array([turns[0][0] for turns in episodes])  # tokens of each row when its turn ends
         self.state, self.asked = np.full(len(episodes), ALIVE), {}
+        self.given = [set[int]() for _ in episodes]  # places of tokens of the environment
 
     def add(self, chunk: int, rows: np.ndarray, starts: np.ndarray) -> int:
         """Takes a chunk, which ends early because rows have ended, as `decoding.decode` does."""
@@ -47,6 +48,10 @@ class KnownEpisodes:
         """As `queue.Outcome`."""
         return np.where(rows >= 0, self.state[rows], ENDED)
 
+    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """As `queue.Outcome`."""
+        return np.array([place in self.given[row] for row, place in zip(rows, places, strict=True)], bool)
+
     def answer(self, queue: Queue, delay: int) -> None:
         """Answers rows that have waited for so many chunks."""
         for row in np.flatnonzero(self.state == WAITS).tolist():
@@ -58,6 +63,7 @@ class KnownEpisodes:
             if said is not None:
                 known, self.turn[row] = int(self.known[row]), self.turn[row] + 1
                 self.known[row] += said
+                self.given[row].update(range(known, known + said))
                 self.ends[row] = self.known[row] + self.episodes[row][self.turn[row]][0]
                 queue.resume(row, known)
 

@@ -193,9 +193,9 @@ def assert_all_pages_are_free(queue: Queue) -> None:
 
 
 @functools.cache
-def dense() -> Rollouts:
-    """A dense model of one layer."""
-    arch = dataclasses.replace(shapes.ARCH, num_layers=1)
+def dense(num_layers: int = 1) -> Rollouts:
+    """A dense model."""
+    arch = dataclasses.replace(shapes.ARCH, num_layers=num_layers)
     params = jax.device_get(unstack_layers(jax.jit(lambda: init_params(arch, 0))(), arch))
     prompts = [[5 + i % 50] * (1 + i * 5 % 23) for i in range(16)]
     return Rollouts(arch, params, prompts, eos_ids=(2, 3), length=70, width=24, numbers=range(16))

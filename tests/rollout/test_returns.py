@@ -14,7 +14,7 @@ from rollout.test_windows import family
 from shapes import mesh_of
 
 from dapo_jax.learner.decode_weights import unstack_layers
-from dapo_jax.rollout.queue import needed_work
+from dapo_jax.rollout.queue import Counting, needed_work
 from dapo_jax.rollout.responses import Begun, Request
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 
@@ -145,6 +145,13 @@ def test_a_turn_that_reaches_its_limit_ends_the_response(kind, expected):
         assert 0 < later < cut < len(whole.mask)
 
 
+@pytest.mark.short("pages")
+@pytest.mark.parametrize("kind", ["pages", "kernels"])
+def test_tokens_of_a_page_that_is_read_at_once_see_those_before_them(kind):
+    """The keys of a second layer depend on what the first has attended to."""
+    dense(2).assert_tokens_drawn(played(kind, rollouts=dense(2), max_num_seqs=7)[0], FREE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_the_mesh_changes_no_token(kind, expected):
@@ -153,8 +160,19 @@ def test_the_mesh_changes_no_token(kind, expected):
 
 @pytest.mark.parametrize("delay", [0, 4])
 def test_rows_whose_pages_are_given_up_are_read_again(delay, monkeypatch, expected):
+    """The pages of which all tokens are read at once are always the same: those that end with an environment's."""
+    read, reads = Counting.read, []
+
+    def seen(devices, rows, known):
+        reads.extend((one.row, one.sampled) for of_shard in known for one in of_shard)
+        read(devices, rows, known)
+
+    monkeypatch.setattr(Counting, "read", seen)
     queues = queues_of(monkeypatch, 16)
     assert_equal(played("pages", lookahead=1, delay=delay)[0], expected)
+    given = expected.mask & ~expected.by_policy
+    ends = [(row, first) for row in range(len(given)) for first in range(0, 64, 8) if given[row, first + 7]]
+    assert set(reads) == set(ends) and len(reads) > len(ends) > 15
     assert queues[0].shards[0].given_up > 5
     assert_all_pages_are_free(queues[0])
 

@@ -14,27 +14,29 @@ from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.queue import needed_work
 
 # Least and most turns, tokens that the policy writes in one, and tokens of an answer.
-CALCULATOR, LAKE = ((2, 3), (14, 26), (7, 13)), ((6, 6), (4, 6), (27, 33))
+CALCULATOR, LAKE, SEARCH = ((2, 3), (14, 26), (7, 13)), ((6, 6), (4, 6), (27, 33)), ((3, 5), (60, 200), (150, 600))
 SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 30, "head_dim": 64}
 SMALL = dataclasses.replace(ARCH, **SMOLLM2, num_heads=9, num_kv_heads=3, tie_embeddings=True)
 
 
-def walked(kind, *, slots, chunk, prompts=8, **layout):
-    """8 episodes to each of some prompts of 60 tokens; work by stage."""
+def walked(kind, *, slots, chunk, prompts=8, limit=320, reads=None, **layout):
+    """8 episodes to each of some prompts of 60 tokens; the devices, which have counted, and the work by stage."""
     rng, (turns, own, said), episodes = np.random.default_rng(0), kind, []
     for _ in range(8 * prompts):
         count = int(rng.integers(turns[0], turns[1] + 1))
         written, answers = (rng.integers(low, high + 1, count).tolist() for low, high in (own, said))
         episodes.append([*zip(written, [*answers[:-1], 0], strict=True)])
-    limit, lengths = 8 * 40, np.full(prompts, 60)
+    lengths = np.full(prompts, 60)
     sizes = {"chunk_length": chunk, "max_num_seqs": slots, "max_prompt_length": 64, "max_response_length": limit}
     settings = settings_of(SEVEN, (1, 1), arch=SMALL, **sizes)
     chosen = layout_of(settings, lengths, 8, dtype=np.float32, returns=True, **layout)
-    return walk_episodes(SMALL, chosen, lengths, episodes, limit=limit)[1]
+    chosen = dataclasses.replace(chosen, reads=chosen.reads if reads is None else reads)
+    return walk_episodes(SMALL, chosen, lengths, episodes, limit=limit)
 
 
-def ratio(work):
+def ratio(found):
     """Computed over needed operations of all stages."""
+    work = found[1]
     return sum(one.computed for one in work.values()) / sum(one.needed for one in work.values())
 
 
@@ -46,11 +48,20 @@ def test_on_cpus_little_more_is_computed_than_is_needed(slots, chunk):
     assert ratio(walked(LAKE, slots=slots, chunk=chunk, attend=None)) < (1.3 if slots == 1 else 1.55)
 
 
-@pytest.mark.parametrize(("chunk", "calculator", "lake"), [(4, 1.3, 1.48), (8, 1.5, 1.65), (32, 2.45, 2.45)])
+@pytest.mark.parametrize(("chunk", "calculator", "lake"), [(4, 1.25, 1.2), (8, 1.45, 1.4), (32, 2.35, 2.45)])
 def test_with_pages_a_turn_takes_whole_pages(chunk, calculator, lake):
     """A row that returns reads what is not in a whole page again, and idles after the end of a turn."""
     for kind, most in ((CALCULATOR, calculator), (LAKE, lake)):
-        assert walked(kind, slots=64, chunk=chunk, prompts=32)["decode"].efficiency > 1 / most
+        assert walked(kind, slots=64, chunk=chunk, prompts=32)[1]["decode"].efficiency > 1 / most
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(16, 1.15), (32, 1.2)])
+def test_whole_pages_of_an_answer_are_read_at_once(chunk, most):
+    """A third of the chunks are enough for episodes whose answers are four fifths of their tokens."""
+    sizes = {"slots": 64, "chunk": chunk, "prompts": 32, "limit": 4096}
+    (devices, work), (token_by_token, _) = walked(SEARCH, **sizes), walked(SEARCH, **sizes, reads=())
+    assert devices.decodes.total() < 0.4 * token_by_token.decodes.total()
+    assert work["decode"].efficiency > 1 / most
 
 
 @pytest.mark.short("1")
