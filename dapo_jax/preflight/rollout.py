@@ -125,7 +125,7 @@ def _programs(calls: Calls, counted: Counting, weights: Params) -> Iterator[Prog
         name = f"prefill {size.at_once} prompts a shard, width {size.width}"
         yield Program("prefill", name, counted.prefills[size], lambda size=size: calls.lower_prefill(size), held)
     for rows in layout.reads[:1]:
-        name = f"read a page of an environment's tokens of {rows} rows a shard"
+        name = f"read a chunk of an environment's tokens of {rows} rows a shard"
         yield Program("prefill", name, 0, lambda rows=rows: calls.lower_read(rows), held)
     shapes = counted.decodes if layout.stretches else [layout.first_shape._replace(slots=n) for n in layout.ladder]
     for shape in shapes:

@@ -79,13 +79,13 @@ class Plan:
 
 @struct.dataclass
 class Reading:
-    """A page of known tokens of r rows, in arrays of the host or of the devices. Without a row all is 0."""
+    """A chunk of known tokens of r rows, in arrays of the host or of the devices. Without a row all is 0."""
 
-    tokens: Any  # [r, C] int32, which begin with the last one before the page
+    tokens: Any  # [r, C] int32, that are fed: they begin with the last one before the chunk
     prompt_lengths: Any  # [r] int32
-    sampled: Any  # [r] int32, tokens of the response before those that are drawn or given in this page
-    table: Any  # [r, M] int32, with the page
-    destinations: Any  # [r] int32, the page
+    sampled: Any  # [r] int32, tokens of the response before the chunk
+    table: Any  # [r, M] int32, with the page that takes the chunk, ...
+    destinations: Any  # [r] int32, ... which is this one
 
 
 @struct.dataclass
@@ -151,7 +151,7 @@ def prefill(
 def read(
     params: Params, held: Held, reading: Reading, *, arch: Architecture, choices: Choices | None = None
 ) -> tuple[Held, jax.Array | None]:
-    """Runs a page of known tokens of each row, all at once, and keeps their keys and values.
+    """Runs a chunk of known tokens of each row, all at once, and keeps their keys and values.
 
     Each token is a row of one step of decoding. The second result is the experts [r, C, l, k] of these tokens, if they
     are recorded.

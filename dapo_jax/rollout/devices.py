@@ -16,7 +16,7 @@ from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.queue import Counting, Opened, Queue, Turn
 from dapo_jax.rollout.responses import JoinedResponses, Request
 from dapo_jax.rollout.sampling import TRAIN
-from dapo_jax.rollout.shards import KnownPage
+from dapo_jax.rollout.shards import KnownChunk
 from dapo_jax.rollout.stretches import begun, resized
 
 
@@ -108,18 +108,19 @@ class QueueDevices(Counting):
         self._record_prompts()
         return chunk
 
-    def read(self, rows: int, known: Sequence[Sequence[KnownPage]]) -> None:
+    def read(self, rows: int, known: Sequence[Sequence[KnownChunk]]) -> None:
         """As `Counting`."""
         super().read(rows, known)
         layout, count = self.layout, rows * self.layout.shards
-        tokens, table = np.zeros((count, layout.page_length), np.int32), np.zeros((count, layout.row_pages), np.int32)
+        tokens, table = np.zeros((count, layout.chunk), np.int32), np.zeros((count, layout.row_pages), np.int32)
         numbers, lengths, sampled, pages = np.full(count, -1), *np.zeros((3, count), np.int32)
         for shard, of_shard in enumerate(known):
             for at, one in enumerate(of_shard, shard * rows):
-                numbers[at], sampled[at], table[at], pages[at] = one.row, one.sampled, one.table, one.page
+                numbers[at], sampled[at], table[at] = one.row, one.sampled, one.table
+                pages[at] = one.table[one.held - 1]
                 lengths[at], last = self.rows[:2, one.row]
                 fed = np.concatenate([[last], self.responses.tokens_of(one.row)])
-                tokens[at] = fed[one.sampled : one.sampled + layout.page_length]
+                tokens[at] = fed[one.sampled : one.sampled + layout.chunk]
         reading = self._put(Reading(tokens, lengths, sampled, table, pages))
         self.held, experts = self.calls.read(self.request.params, self.held, reading)
         if experts is not None and self.request.purpose == TRAIN:

@@ -20,7 +20,8 @@ from dapo_jax.rollout.lengths import LengthHistory
 
 ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is not faster
 CPU_CHUNK, CHUNK = 16, 32  # tokens of a chunk on CPUs and elsewhere, where none is set
-LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens
+LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens ...
+EPISODE_CHUNK = 16  # ... and in episodes
 EPISODES = 16  # of a shard that have slots on a CPU, if there are so many; of more, half
 WIDEST_STEP = 512  # tokens between two stretches
 PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
@@ -79,7 +80,7 @@ class Layout:
     shards: int
     ladder: tuple[int, ...]  # slots of a shard, and in the programs for the last rows, descending
     pages: int  # of a shard, with page 0, a scratch page
-    page_length: int  # tokens of a page; with stretches of a whole prompt, else of a chunk
+    page_length: int  # tokens of a page, some whole chunks; with stretches of a whole prompt
     chunk: int  # tokens that are drawn between two looks at what has ended
     row_pages: int  # of a prompt and a response, at most
     prefills: tuple[PrefillSize, ...]  # the widest last
@@ -89,7 +90,7 @@ class Layout:
     states: int = 0  # of a shard, with place 0, for prompts' states; 0 = no layer has states, or stretches
     together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row
     returns: bool = False  # rows may wait for tokens that the policy does not write, and return
-    reads: tuple[int, ...] = ()  # rows of a shard that read a page of these tokens at once, descending; () = none
+    reads: tuple[int, ...] = ()  # rows of a shard that read a chunk of these tokens at once, descending; () = none
 
     @property
     def slots(self) -> int:
@@ -125,8 +126,14 @@ class Layout:
         return np.arange(prompt * self.num_samples, (prompt + 1) * self.num_samples)
 
     def own_pages(self, limit: int) -> int:
-        """Pages of a response of `limit` tokens: what its last chunk adds is never read."""
-        return 0 if self.stretches else max(-(-limit // self.page_length) - 1, 0)
+        """Pages of a response of `limit` tokens."""
+        return 0 if self.stretches else own_pages(limit, self.chunk, self.page_length)
+
+
+def own_pages(limit: int, chunk: int, page_length: int) -> int:
+    """Pages of a response of `limit` tokens, in chunks of which the last is never read."""
+    kept = max(limit - 1, 0) // chunk * chunk
+    return -(-kept // page_length)
 
 
 def choose_layout(
@@ -255,17 +262,20 @@ class _Pages(NamedTuple):
 
 
 def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool, returns: bool) -> Layout:
-    """As many slots as `_slots` says. A page has the tokens of a chunk.
+    """As many slots as `_slots` says. A page has the tokens of a chunk, or of several.
 
-    Without decode_chunk_length a chunk has 32 tokens, with which few are drawn after the end of a short response, and
-    64 for long ones: larger pages are read faster, and the host looks less often. A chunk is no longer than the longest
-    response, rounded up to a power of two.
+    Without decode_chunk_length a page has 32 tokens, with which few are drawn after the end of a short response, and 64
+    for long ones: larger pages are read faster, and the host looks less often. A page is no longer than the longest
+    response, rounded up to a power of two. The turns of episodes end often, so their chunks are shorter. Layers with a
+    window see whole pages before a chunk, which is then a page.
     """
     settings, drawn, arch = sizes.settings, sizes.drawn, sizes.settings.arch
     chosen = settings.chunk_length or (LONG_CHUNK if drawn >= LONG else CHUNK)
-    length = min(chosen, max(1 << (drawn - 1).bit_length(), settings.least_page))
+    length = min(max(chosen, settings.least_page), max(1 << (drawn - 1).bit_length(), settings.least_page))
+    chunk = settings.chunk_length or (EPISODE_CHUNK if returns else length)
+    chunk = length if chunk >= length or arch.window is not None else 1 << chunk.bit_length() - 1
     prefills = _prefills(sizes, length)
-    prompt, own, of_layer = prefills[-1].width // length, max(-(-drawn // length) - 1, 0), length * sizes.token_bytes
+    prompt, own, of_layer = prefills[-1].width // length, own_pages(drawn, chunk, length), length * sizes.token_bytes
     row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
     reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1), max(row_pages, 1))
     full = _Pages(own, prompt, of_layer * (sizes.attention_layers - with_window))
@@ -292,10 +302,10 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
             "device"
         )
     ladder = rungs(slots, FEW_STEPS if history.evenness() >= EQUAL else STEPS, least=ROW_MULTIPLE)
-    held = pages, length, length, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
+    held = pages, length, chunk, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
     together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
     states = open_prompts(slots, prefills) + 1 if arch.delta else 0
-    most = min(sizes.at_once(length), slots) if keeps else 0
+    most = min(sizes.at_once(chunk), slots) if keeps else 0
     reads = tuple(most >> step for step in range(0, most.bit_length(), 2))
     return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together, returns, reads)
 

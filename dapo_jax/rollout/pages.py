@@ -2,7 +2,7 @@
 
 Sizes: A pages of C tokens, M pages that a row has at most; pages are numbered on each shard of the batch, and page 0 of
 a shard is a scratch page. Layers with a window have fewer pages, R of a row: those that the window reaches from a
-chunk (shards.py). A chunk of C tokens goes to a tail of one page, which becomes a page in the end.
+chunk (shards.py). The tokens of a chunk go to a tail, which becomes a page in the end, or a part of one.
 """
 
 import functools
@@ -49,6 +49,7 @@ class Pages:
     # [A, K, C, 2H] of each, see models/paged_attention.py; fewer pages of layers with a window, and for those with
     # linear attention `States`
     layers: list[Any]
+    chunk: int = struct.field(pytree_node=False)  # tokens
     attend: AttendPages = struct.field(pytree_node=False)
 
     def with_prompts(self, found: list[Any], places: Any, arch: Architecture) -> "Pages":
@@ -102,52 +103,60 @@ class Pages:
         def after(kind: Layer, held: Any, tail: Any) -> Any:
             if kind.delta:
                 return States(jax.tree.map(put_first, held.rows, tail), held.prompts)
-            return _put(held, tail, plan.destinations if kind.window is None else plan.windows.destinations)
+            destinations = plan.destinations if kind.window is None else plan.windows.destinations
+            return _put_chunk(held, tail[:, :, : self.chunk], destinations, plan.sampled)
 
         def before(held: Any) -> Any:
             if isinstance(held, States):
                 rows = jax.tree.map(lambda x: taken(x, plan.sources), held.rows)
                 return states_at(rows, held.prompts, plan.sources < 0, plan.places)
-            return laid_out(jnp.zeros((len(plan.numbers), *held.shape[1:]), held.dtype))
+            return laid_out(self._tail(len(plan.numbers), held))
 
         def closed(tails: list[Any]) -> Pages:
-            return Pages([after(*one) for one in zip(arch.layers, self.layers, tails, strict=True)], self.attend)
+            layers = [after(*one) for one in zip(arch.layers, self.layers, tails, strict=True)]
+            return Pages(layers, self.chunk, self.attend)
 
         fixed = [None if isinstance(held, States) else held for held in self.layers]
         return OpenedCache(fixed, [before(held) for held in self.layers], attend, closed)
 
     def opened_to_read(self, reading: Reading, arch: Architecture) -> OpenedCache:
-        """As `opened`, for one step whose rows are the tokens of whole pages; no layer has a window or a state.
+        """As `opened`, for one step whose rows are the tokens of whole chunks; no layer has a window or a state.
 
-        A page is written before its tokens see it, up to themselves. They read all pages before it together, as rows
+        A chunk is written before its tokens see it, up to themselves. They read what is before it together, as rows
         with one prompt do.
         """
         heads, rows = on_mesh((HEADS, ROWS))
         spec = heads, heads, rows, PartitionSpec("tensor")
 
         def of_shard(query: jax.Array, pages: jax.Array, reading: Reading, sink: jax.Array | None) -> jax.Array:
-            (count, length), (_, kv_heads, _, width) = reading.tokens.shape, pages.shape
+            (count, length), (_, kv_heads, page_length, _) = reading.tokens.shape, pages.shape
             is_row, cached = reading.destinations > 0, reading.prompt_lengths - 1
-            starts = jnp.where(is_row, -cached % length, 0)
+            starts = jnp.where(is_row, -cached % page_length, 0)
             before = jnp.where(is_row, cached + starts + reading.sampled, 0)
             ends = before[:, None] + 1 + is_row[:, None] * jnp.arange(length)  # no row: one token of the scratch page
             each = functools.partial(jnp.repeat, repeats=length, axis=0)
-            runs = Runs(*_runs_of_pages(count, length, query.shape[1] // kv_heads), each(before))
+            runs = Runs(*_runs_of_chunks(count, length, query.shape[1] // kv_heads), each(before))
             reads = Reads(each(reading.table), each(starts), ends.reshape(-1), runs)
-            no_tail = jnp.zeros((count * length, kv_heads, min(length, LEAST_TAIL), width), pages.dtype)
+            no_tail = self._tail(count * length, pages)
             return self.attend(query, pages, no_tail, jnp.int32(-1), reads, sink, cap=arch.attention_cap)
 
         def attend(kind: Layer, held: Any, query: jax.Array, key: jax.Array, value: jax.Array, sink: Any) -> Any:
             new = jnp.concatenate([key, value], axis=-1).reshape(*reading.tokens.shape, arch.num_kv_heads, -1)
-            held = _put(held, constrain(new.swapaxes(1, 2), HEADS), reading.destinations)
+            held = _put_chunk(held, constrain(new.swapaxes(1, 2), HEADS), reading.destinations, reading.sampled)
             sharded = jax.shard_map(of_shard, in_specs=spec, out_specs=heads, check_vma=False)
             return sharded(query[:, 0], held, reading, sink)[:, None], held
 
-        return OpenedCache([], self.layers, attend, lambda layers: Pages(layers, self.attend))
+        return OpenedCache([], self.layers, attend, lambda layers: Pages(layers, self.chunk, self.attend))
+
+    def _tail(self, rows: int, pages: jax.Array) -> jax.Array:
+        """Tails of `rows` for such pages, in which there is nothing."""
+        _, heads, page_length, width = pages.shape
+        return jnp.zeros((rows, heads, max(self.chunk, min(LEAST_TAIL, page_length)), width), pages.dtype)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("arch", "slots", "pages", "window_pages", "states", "page_length", "dtype", "attend")
+    jax.jit,
+    static_argnames=("arch", "slots", "pages", "window_pages", "states", "page_length", "chunk", "dtype", "attend"),
 )
 def empty_pages(
     *,
@@ -157,6 +166,7 @@ def empty_pages(
     window_pages: int,
     states: int,
     page_length: int,
+    chunk: int,
     dtype: Any,
     attend: AttendPages,
 ) -> Held:
@@ -169,17 +179,17 @@ def empty_pages(
             return States(empty_state(slots, arch.delta, dtype), empty_state(states, arch.delta, dtype))
         return jnp.zeros((pages if kind.window is None else window_pages, *shape), dtype)
 
-    cache = Pages([of_kind(kind) for kind in arch.layers], attend)
+    cache = Pages([of_kind(kind) for kind in arch.layers], chunk, attend)
     return laid_out(Held(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
 
 
-def _runs_of_pages(rows: int, length: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Firsts and lengths of runs, if each token of the pages of some rows is a row."""
+def _runs_of_chunks(rows: int, length: int, groups: int) -> tuple[jax.Array, jax.Array]:
+    """Firsts and lengths of runs, if each token of a chunk of some rows is a row."""
     firsts, lengths = np.zeros((2, rows * length), np.int32)
     most = most_together(groups)
     found = [(row * length + at, min(most, length - at)) for row in range(rows) for at in range(0, length, most)]
     firsts[: len(found)], lengths[: len(found)] = np.array(found).T
-    return firsts, lengths
+    return jnp.asarray(firsts), jnp.asarray(lengths)
 
 
 def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:
@@ -190,17 +200,28 @@ def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:
     return constrain(pages.reshape(-1, heads, page_length, size), HEADS)
 
 
-def _put(held: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
-    """`held` with `pages` at `places`, each shard's own; nothing is written to page 0.
+def _put_chunk(held: jax.Array, new: jax.Array, places: jax.Array, sampled: jax.Array) -> jax.Array:
+    """`held` with chunks [b, K, c, 2H] that follow `sampled` [b] tokens of rows, in the pages `places` [b]."""
+    length, chunk = held.shape[2], new.shape[2]
+    return _put(held, new, places, None if chunk == length else sampled % length // chunk)
+
+
+def _put(held: jax.Array, pages: jax.Array, places: jax.Array, parts: jax.Array | None = None) -> jax.Array:
+    """`held` with `pages` at `places`, or with the `parts` of pages, each shard's own; nothing is written to page 0.
 
     All other places differ, and this says so: a GPU then stores, without atomics, which are slow in 16 bits.
     """
 
-    def local(held: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
+    def local(held: jax.Array, pages: jax.Array, places: jax.Array, *parts: jax.Array) -> jax.Array:
         outside = len(held) + jnp.arange(len(places))  # these are dropped, and differ too
         places = jnp.where(places > 0, places, outside)
-        return held.at[places].set(pages, mode="drop", unique_indices=True, wrap_negative_indices=False)
+        given = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
+        if not parts:
+            return held.at[places].set(pages, **given)
+        divided = held.reshape(*held.shape[:2], -1, *pages.shape[2:])
+        return divided.at[places, :, parts[0]].set(pages, **given).reshape(held.shape)
 
     heads, rows = on_mesh((HEADS, ROWS))
-    spread = jax.shard_map(local, in_specs=(heads, heads, rows), out_specs=heads)
-    return spread(held, pages, places)
+    arrays = held, pages, places, *([] if parts is None else [parts])
+    specs = heads, heads, *[rows] * (len(arrays) - 2)
+    return jax.shard_map(local, in_specs=specs, out_specs=heads)(*arrays)

@@ -49,8 +49,9 @@ class Calls:
             prompts = {"width": layout.page_length, "prompts": layout.pages * layout.shards}
             return functools.partial(empty_stretches, **sizes, **prompts, stretch=shape.stretch)
         numbers = {"pages": layout.pages, "window_pages": layout.window_pages, "states": layout.states}
-        pages = {name: number * layout.shards for name, number in numbers.items()}
-        return functools.partial(empty_pages, **sizes, **pages, page_length=layout.page_length, attend=self.attend)
+        sizes |= {name: number * layout.shards for name, number in numbers.items()}
+        sizes |= {"page_length": layout.page_length, "chunk": layout.chunk}
+        return functools.partial(empty_pages, **sizes, attend=self.attend)
 
     @property
     def prefill(self) -> functools.partial:
@@ -113,9 +114,9 @@ class Calls:
         return _lower(self.decode, self.params, held, plan, ANY_SAMPLING, number, number)
 
     def lower_read(self, rows: int) -> jax.stages.Lowered:
-        """Of a page of known tokens of so many rows of a shard."""
+        """Of a chunk of known tokens of so many rows of a shard."""
         layout, rows = self.layout, rows * self.layout.shards
-        row, tokens, table = self._rows(rows), self._rows(rows, layout.page_length), self._rows(rows, layout.row_pages)
+        row, tokens, table = self._rows(rows), self._rows(rows, layout.chunk), self._rows(rows, layout.row_pages)
         return _lower(self.read, self.params, self.held(), Reading(tokens, row, row, table, row))
 
     def _rows(self, *shape: int, dtype: Any = jnp.int32) -> Any:

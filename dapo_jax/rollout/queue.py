@@ -15,7 +15,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.layout import Layout, PrefillSize, Shape
-from dapo_jax.rollout.shards import Granted, KnownPage, Row, Shard
+from dapo_jax.rollout.shards import Granted, KnownChunk, Row, Shard
 
 LEAST_STOCK = 4  # rows of a shard, at least, that may wait for a slot
 
@@ -94,13 +94,13 @@ class Counting:
         first = self.layout.prefilled
         return (first, np.concatenate([self.layout.rows(one.prompt) for one in opened])) if first else None
 
-    def read(self, rows: int, known: Sequence[Sequence[KnownPage]]) -> None:
-        """Reads pages of rows of each shard, at most `rows`."""
+    def read(self, rows: int, known: Sequence[Sequence[KnownChunk]]) -> None:
+        """Reads chunks of rows of each shard, at most `rows`."""
         layout, flops = self.layout, token_flops(self.arch)
         rows *= layout.shards
         pages = rows * layout.row_pages if self.gathers else sum(one.held for of_shard in known for one in of_shard)
         keys = pages * layout.page_length
-        self.computed["decode"] += layout.page_length * (rows * flops.layers + keys * flops.pair)
+        self.computed["decode"] += layout.chunk * (rows * flops.layers + keys * flops.pair)
 
     def decode(self, turn: Turn) -> Any:
         """Decodes a chunk and returns it."""
@@ -119,7 +119,7 @@ class Counting:
         """Operations of a token of each slot."""
         layout, flops = self.layout, token_flops(self.arch)
         slots = turn.shape.slots * layout.shards
-        keys = (self._pages(turn) + slots) * layout.page_length  # a tail is as long as a page
+        keys = self._pages(turn) * layout.page_length + slots * layout.chunk
         if layout.stretches:
             keys = slots * (layout.page_length + turn.shape.stretch)
         return slots * (flops.layers + flops.head) + keys * flops.pair
@@ -217,13 +217,13 @@ class Queue:
         return True
 
     def _read_known(self, devices: Counting, outcome: Outcome, granted: list[dict[int, Granted]]) -> None:
-        """Rows read the pages that end with a token of an environment; each is granted one for what comes after.
+        """Rows read the chunks that end with a token of an environment, all tokens of a chunk at once.
 
-        Which pages these are depends on the tokens alone. So it changes no key or value when a row is read again.
+        Which chunks these are depends on the tokens alone. So it changes no key or value when a row is read again.
         """
         while self.layout.reads:
-            pages = zip(self.shards, granted, strict=True)
-            known = [shard.read_known(of_shard, outcome.are_given) for shard, of_shard in pages]
+            shards = zip(self.shards, granted, strict=True)
+            known = [shard.read_known(of_shard, outcome.are_given) for shard, of_shard in shards]
             if not (left := max(map(len, known))):
                 return
             while left > 0:  # in calls that are nearly full, but for the last
@@ -302,6 +302,8 @@ class Queue:
                 prompt_pages += row.prompt_pages
                 new = given.get(row.number, Granted())
                 destinations[place], window_destinations[place] = new
+                if not layout.stretches and row.sampled % layout.page_length:
+                    destinations[place] = row.table[held - 1]
                 shard.advance(row, slot, new)
         self._stretch = max(self._stretch, longest - layout.prefilled + layout.chunk)
         longest = max(layout.stretches, default=0)

@@ -31,14 +31,13 @@ class Granted(NamedTuple):
     window_page: int = 0
 
 
-class KnownPage(NamedTuple):
-    """A page of known tokens that a row reads."""
+class KnownChunk(NamedTuple):
+    """A chunk of known tokens that a row reads."""
 
     row: int
     sampled: int  # tokens of the response before it
-    table: np.ndarray  # [M] pages of the row, with this one
-    page: int
-    held: int  # pages of the row, with this one
+    table: np.ndarray  # [M] pages of the row, with the one that takes it
+    held: int  # of these that the row has
 
 
 class OpenPrompt(NamedTuple):
@@ -145,22 +144,22 @@ class Shard:
                 self._done(number)
 
     def resume(self, number: int, known: int) -> None:
-        """A parked row goes on after its first `known` tokens; those since its last whole page are read again."""
-        row, length = self.parked.pop(number), self.layout.page_length
+        """A parked row goes on after its first `known` tokens; those since its last whole chunk are read again."""
+        row, length, chunk = self.parked.pop(number), self.layout.page_length, self.layout.chunk
         if row is not None and row.slot >= 0:
             row.sampled, row.returns = known, True
             self.live.append(row)
             return
-        if row is None or known < length:
+        if row is None or known < chunk:
             if row is not None:
                 self._free(row)
             self.waiting.appendleft(number)
             return
-        kept = min(known // length, len(row.pages))
+        row.sampled = min(known // chunk * chunk, len(row.pages) * length)
+        kept = -(-row.sampled // length)
         self.free.extend(row.pages[kept:])
         del row.pages[kept:]
         row.table[row.prompt_pages + kept :] = 0
-        row.sampled = kept * length
         self.returning.append(row)
 
     def grant(self) -> dict[int, Granted]:
@@ -170,7 +169,7 @@ class Shard:
         live, self.live = deque(self.live), []
         while live:
             row = live.popleft()
-            if self._goes_on(row):
+            if self._needs_page(row):
                 while not self._has_page() and live:
                     young.append(self._give_up(live.pop()))
                 if not self.free:
@@ -184,25 +183,25 @@ class Shard:
             if self.live and len(self.free) <= len(self.live) and not self.layout.stretches:
                 break  # for each row that lives, a page for its next chunk
             row = self.returning.popleft() if self.returning else self._begin(self.waiting.popleft())
-            if self._goes_on(row):
+            if self._needs_page(row):
                 assert self._has_page()
                 granted[row.number] = self._take(row)
             self.live.append(row)
         return granted
 
-    def read_known(self, granted: dict[int, Granted], are_given: AreGiven) -> list[KnownPage]:
-        """Rows read the pages that they are granted if the last token is an environment's, as many as a call takes.
+    def read_known(self, granted: dict[int, Granted], are_given: AreGiven) -> list[KnownChunk]:
+        """Rows read their next chunk if its last token is an environment's, as many as a call takes.
 
-        Each is granted a page for what comes after, or waits for one without a slot.
+        Each is granted a page for what comes after, if it needs one, or waits for it without a slot.
         """
-        rows, length = [row for row in self.live if row.number in granted], self.layout.page_length
-        given = are_given(_numbers(row.number for row in rows), _numbers(row.sampled + length - 1 for row in rows))
+        last = self.layout.chunk - 1
+        given = are_given(_numbers(row.number for row in self.live), _numbers(row.sampled + last for row in self.live))
         found = []
-        for row in [row for row, one in zip(rows, given, strict=True) if one][: self.layout.reads[0]]:
-            sampled, held = row.sampled, self.held(row) + 1
-            self.advance(row, -1, new := granted.pop(row.number))
-            found.append(KnownPage(row.number, sampled, row.table, new.page, held))
-            if not self._goes_on(row):
+        for row in [row for row, one in zip(self.live, given, strict=True) if one][: self.layout.reads[0]]:
+            sampled = row.sampled
+            self.advance(row, -1, granted.pop(row.number, Granted()))
+            found.append(KnownChunk(row.number, sampled, row.table, self.held(row)))
+            if not self._needs_page(row):
                 continue
             if self._has_page():
                 granted[row.number] = self._take(row)
@@ -212,8 +211,8 @@ class Shard:
         return found
 
     def held(self, row: Row) -> int:
-        """Pages of a row before its next chunk."""
-        return row.prompt_pages + row.sampled // self.layout.page_length
+        """Pages of a row before its next chunk; the last may have room for it."""
+        return row.prompt_pages + -(-row.sampled // self.layout.page_length)
 
     def advance(self, row: Row, slot: int, granted: Granted) -> None:
         """The row's next chunk is decoded."""
@@ -229,9 +228,11 @@ class Shard:
         for row in self.live:
             row.sampled -= 0 if row.returns else tokens
 
-    def _goes_on(self, row: Row) -> bool:
-        """Whether a row needs a page, as it may draw more after its next chunk."""
-        return not self.layout.stretches and row.sampled + self.layout.chunk < self.limits[row.number]
+    def _needs_page(self, row: Row) -> bool:
+        """Whether a row's pages are full, and it may draw more after its next chunk."""
+        if self.layout.stretches or row.sampled % self.layout.page_length:
+            return False
+        return row.sampled + self.layout.chunk < self.limits[row.number]
 
     def _has_page(self) -> bool:
         """Whether a page is free, once rows without a slot have given up theirs, the last to wait first."""

@@ -222,7 +222,8 @@ def build_engine(settings: EngineSettings, check: Callable[[], None] = lambda: N
 
 def page_attention(settings: EngineSettings) -> tuple[AttendPages | None, str]:
     """Attention to pages for the devices of the mesh, None on CPUs; what a kernel would need, "" if there is one."""
-    device, size, length = platform(settings.mesh), settings.arch.head_dim, settings.chunk_length or CHUNK
+    device, size = platform(settings.mesh), settings.arch.head_dim
+    length = max(settings.chunk_length or CHUNK, settings.least_page)
     if device == "cpu":
         return None, ""
     capability = cuda_generation(settings.mesh.devices.flat[0])

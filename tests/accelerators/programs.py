@@ -149,7 +149,7 @@ def returning(parts: Parts) -> Iterator[Program]:
     calls = engine_calls(parts, returns=True)
     yield "decode with given tokens", lambda: calls.lower_decode(calls.layout.first_shape)
     for rows in calls.layout.reads[:1]:
-        yield "read a page of given tokens", functools.partial(calls.lower_read, rows)
+        yield "read a chunk of given tokens", functools.partial(calls.lower_read, rows)
 
 
 def continued(parts: Parts) -> Iterator[Program]:

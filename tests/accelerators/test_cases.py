@@ -17,7 +17,7 @@ PACKAGE = Path(dapo_jax.__file__).parent
 # (run/base_models.py), but for stretches.py, which is for CPUs. A new one needs a case; then count it here.
 COMPILED = {
     "rollout/sampling.py": 2,
-    "rollout/decoding.py": 2,
+    "rollout/decoding.py": 3,
     "rollout/pages.py": 1,
     "rollout/stretches.py": 4,
     "rewards/reward_model.py": 1,

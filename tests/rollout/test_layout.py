@@ -85,7 +85,8 @@ def test_as_many_stretches_as_fit_the_memory():
 @pytest.mark.parametrize(("longest", "chunk"), [(4, 16), (24, 32), (512, 32), (2048, 64), (LIMIT, 64)])
 def test_pages_are_larger_for_long_responses(longest, chunk):
     settings = settings_of(SEVEN, (1, 1), arch=ARCH, max_response_length=longest, chunk_length=0, least_page=16)
-    assert layout_of(settings, [9], free=1).page_length == chunk
+    layout, episodes = (layout_of(settings, [9], free=1, returns=returns) for returns in (False, True))
+    assert layout.page_length == episodes.page_length == layout.chunk == chunk and episodes.chunk == 16
 
 
 @pytest.mark.parametrize(("prompts", "changes"), [(8, {}), (80, {}), (800, {}), (512, {"max_num_seqs": 16 * 64})])

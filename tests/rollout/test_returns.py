@@ -147,20 +147,21 @@ def test_a_turn_that_reaches_its_limit_ends_the_response(kind, expected):
 
 @pytest.mark.short("pages")
 @pytest.mark.parametrize("kind", ["pages", "kernels"])
-def test_tokens_of_a_page_that_is_read_at_once_see_those_before_them(kind):
-    """The keys of a second layer depend on what the first has attended to."""
-    dense(2).assert_tokens_drawn(played(kind, rollouts=dense(2), max_num_seqs=7)[0], FREE)
+def test_tokens_of_a_chunk_that_is_read_at_once_see_those_before_them(kind):
+    """The keys of a second layer depend on what the first has attended to; a page has two chunks."""
+    found, _ = played(kind, rollouts=dense(2), max_num_seqs=7, least_page=16)
+    dense(2).assert_tokens_drawn(found, FREE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_the_mesh_changes_no_token(kind, expected):
-    assert_equal(played(kind, mesh_of((2, 2, 2)), lookahead=1, delay=2)[0], expected)
+    assert_equal(played(kind, mesh_of((2, 2, 2)), lookahead=1, delay=2, least_page=16)[0], expected)
 
 
-@pytest.mark.parametrize("delay", [0, 4])
-def test_rows_whose_pages_are_given_up_are_read_again(delay, monkeypatch, expected):
-    """The pages of which all tokens are read at once are always the same: those that end with an environment's."""
+@pytest.mark.parametrize(("delay", "chunk"), [(0, 8), (4, 8), (0, 4), (4, 4)])
+def test_rows_whose_pages_are_given_up_are_read_again(delay, chunk, monkeypatch, expected):
+    """The chunks of which all tokens are read at once are always the same: those that end with an environment's."""
     read, reads = Counting.read, []
 
     def seen(devices, rows, known):
@@ -169,9 +170,9 @@ def test_rows_whose_pages_are_given_up_are_read_again(delay, monkeypatch, expect
 
     monkeypatch.setattr(Counting, "read", seen)
     queues = queues_of(monkeypatch, 16)
-    assert_equal(played("pages", lookahead=1, delay=delay)[0], expected)
-    given = expected.mask & ~expected.by_policy
-    ends = [(row, first) for row in range(len(given)) for first in range(0, 64, 8) if given[row, first + 7]]
+    assert_equal(played("pages", lookahead=1, delay=delay, chunk_length=chunk, least_page=8)[0], expected)
+    given = (expected.mask & ~expected.by_policy)[:, chunk - 1 :: chunk]
+    ends = [(row, chunk * number) for row, number in np.argwhere(given).tolist()]
     assert set(reads) == set(ends) and len(reads) > len(ends) > 15
     assert queues[0].shards[0].given_up > 5
     assert_all_pages_are_free(queues[0])
@@ -231,7 +232,7 @@ def test_the_experts_of_an_environments_tokens_are_recorded(kind):
     model = small_experts.ARCH, params, small_experts.PROMPTS, small_experts.EOS
     rollouts = Rollouts(*model, length=40, width=16, numbers=small_experts.NUMBERS, tolerance=1e-4)
     choices = {"choices": small_experts.ARCH.choices}
-    found, turns = played(kind, rollouts=rollouts, max_num_seqs=7, lookahead=1, delay=3, **choices)
+    found, turns = played(kind, rollouts=rollouts, max_num_seqs=7, lookahead=1, delay=3, least_page=16, **choices)
     assert turns.sum() > 20
     for row in range(len(turns)):
         prompt, response = rollouts.prompts[row // SAMPLES], found.responses[row][found.mask[row]].tolist()

@@ -58,7 +58,7 @@ def test_devices_share_the_rows(kind, rollouts):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_rows_that_wait_keep_their_state_or_are_read_again(kind, rollouts):
-    found, turns = played(kind, rollouts=rollouts, max_num_seqs=7, delay=3)
+    found, turns = played(kind, rollouts=rollouts, max_num_seqs=7, delay=3, least_page=16)
     assert turns.sum() > 20
     rollouts.assert_tokens_drawn(found, FREE)
 

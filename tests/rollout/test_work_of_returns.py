@@ -19,7 +19,7 @@ SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "
 SMALL = dataclasses.replace(ARCH, **SMOLLM2, num_heads=9, num_kv_heads=3, tie_embeddings=True)
 
 
-def walked(kind, *, slots, chunk, prompts=8, limit=320, reads=None, **layout):
+def walked(kind, *, slots, chunk, page=1, prompts=8, limit=320, reads=None, **layout):
     """8 episodes to each of some prompts of 60 tokens; the devices, which have counted, and the work by stage."""
     rng, (turns, own, said), episodes = np.random.default_rng(0), kind, []
     for _ in range(8 * prompts):
@@ -27,8 +27,8 @@ def walked(kind, *, slots, chunk, prompts=8, limit=320, reads=None, **layout):
         written, answers = (rng.integers(low, high + 1, count).tolist() for low, high in (own, said))
         episodes.append([*zip(written, [*answers[:-1], 0], strict=True)])
     lengths = np.full(prompts, 60)
-    sizes = {"chunk_length": chunk, "max_num_seqs": slots, "max_prompt_length": 64, "max_response_length": limit}
-    settings = settings_of(SEVEN, (1, 1), arch=SMALL, **sizes)
+    sizes = {"max_num_seqs": slots, "max_prompt_length": 64, "max_response_length": limit}
+    settings = settings_of(SEVEN, (1, 1), arch=SMALL, chunk_length=chunk, least_page=page, **sizes)
     chosen = layout_of(settings, lengths, 8, dtype=np.float32, returns=True, **layout)
     chosen = dataclasses.replace(chosen, reads=chosen.reads if reads is None else reads)
     return walk_episodes(SMALL, chosen, lengths, episodes, limit=limit)
@@ -49,14 +49,15 @@ def test_on_cpus_little_more_is_computed_than_is_needed(slots, chunk):
 
 
 @pytest.mark.parametrize(("chunk", "calculator", "lake"), [(4, 1.25, 1.2), (8, 1.45, 1.4), (32, 2.35, 2.45)])
-def test_with_pages_a_turn_takes_whole_pages(chunk, calculator, lake):
-    """A row that returns reads what is not in a whole page again, and idles after the end of a turn."""
+@pytest.mark.parametrize("page", [1, 32])
+def test_with_pages_a_turn_takes_whole_chunks(page, chunk, calculator, lake):
+    """A row that returns reads what is not in a whole chunk again, and idles after the end of a turn."""
     for kind, most in ((CALCULATOR, calculator), (LAKE, lake)):
-        assert walked(kind, slots=64, chunk=chunk, prompts=32)[1]["decode"].efficiency > 1 / most
+        assert walked(kind, slots=64, chunk=chunk, page=page, prompts=32)[1]["decode"].efficiency > 1 / most
 
 
 @pytest.mark.parametrize(("chunk", "most"), [(16, 1.15), (32, 1.2)])
-def test_whole_pages_of_an_answer_are_read_at_once(chunk, most):
+def test_whole_chunks_of_an_answer_are_read_at_once(chunk, most):
     """A third of the chunks are enough for episodes whose answers are four fifths of their tokens."""
     sizes = {"slots": 64, "chunk": chunk, "prompts": 32, "limit": 4096}
     (devices, work), (token_by_token, _) = walked(SEARCH, **sizes), walked(SEARCH, **sizes, reads=())
