@@ -31,7 +31,7 @@ LARGE = {  # the model in configs/shapes, and devices
     "entropy_kl_cov": ("Qwen2.5-7B", 8),
     "cpo": ("Qwen3-4B-Base", 8),
     "qwen3_30b_a3b_math": ("Qwen3-30B-A3B", 64),
-    "qwen3.5_35b_a3b_math": ("Qwen3.5-35B-A3B", 64),
+    "qwen3.5_35b_a3b_math": ("Qwen3.5-35B-A3B", 16),
     "gpt_oss_20b_math": ("gpt-oss-20b", 16),
     "smollm3_3b_math": ("SmolLM3-3B", 8),
     "gemma3_1b_gsm8k_lora": ("gemma-3-1b-it", 8),

@@ -86,6 +86,7 @@ class Reading:
     sampled: Any  # [r] int32, tokens of the response before the chunk
     table: Any  # [r, M] int32, with the page that takes the chunk, ...
     destinations: Any  # [r] int32, ... which is this one
+    windows: Any  # as in `Plan`, with the page that takes the chunk
 
 
 @struct.dataclass

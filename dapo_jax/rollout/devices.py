@@ -13,7 +13,7 @@ from dapo_jax.parallel.sharding import batch_sharding, fetch, put
 from dapo_jax.rollout.decoding import Chunk, FirstDraws, Plan, Reading
 from dapo_jax.rollout.layout import PrefillSize, Shape
 from dapo_jax.rollout.programs import Calls
-from dapo_jax.rollout.queue import Counting, Opened, Queue, Turn
+from dapo_jax.rollout.queue import Counting, Opened, Queue, Seen, Turn
 from dapo_jax.rollout.responses import JoinedResponses, Request
 from dapo_jax.rollout.sampling import TRAIN
 from dapo_jax.rollout.shards import KnownChunk
@@ -114,14 +114,18 @@ class QueueDevices(Counting):
         layout, count = self.layout, rows * self.layout.shards
         tokens, table = np.zeros((count, layout.chunk), np.int32), np.zeros((count, layout.row_pages), np.int32)
         numbers, lengths, sampled, pages = np.full(count, -1), *np.zeros((3, count), np.int32)
+        windows = Seen(np.zeros((count, layout.reach), np.int32), *np.zeros((2, count), np.int32))
         for shard, of_shard in enumerate(known):
             for at, one in enumerate(of_shard, shard * rows):
                 numbers[at], sampled[at], table[at] = one.row, one.sampled, one.table
                 pages[at] = one.table[one.held - 1]
+                if layout.reach:
+                    windows.table[at, : len(one.seen)], windows.destinations[at] = one.seen, one.seen[-1]
+                    windows.first[at] = one.held - len(one.seen)
                 lengths[at], last = self.rows[:2, one.row]
                 fed = np.concatenate([[last], self.responses.tokens_of(one.row)])
                 tokens[at] = fed[one.sampled : one.sampled + layout.chunk]
-        reading = self._put(Reading(tokens, lengths, sampled, table, pages))
+        reading = self._put(Reading(tokens, lengths, sampled, table, pages, windows if layout.reach else None))
         self.held, experts = self.calls.read(self.request.params, self.held, reading)
         if experts is not None and self.request.purpose == TRAIN:
             self.responses.add_known(numbers, sampled, fetch(experts))

@@ -266,18 +266,20 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
 
     Without decode_chunk_length a page has 32 tokens, with which few are drawn after the end of a short response, and 64
     for long ones: larger pages are read faster, and the host looks less often. A page is no longer than the longest
-    response, rounded up to a power of two. The turns of episodes end often, so their chunks are shorter. Layers with a
-    window see whole pages before a chunk, which is then a page.
+    response, rounded up to a power of two. The turns of episodes end often, so their chunks are shorter. Otherwise
+    layers with a window see whole pages before a chunk, which is then a page.
     """
     settings, drawn, arch = sizes.settings, sizes.drawn, sizes.settings.arch
     chosen = settings.chunk_length or (LONG_CHUNK if drawn >= LONG else CHUNK)
     length = min(max(chosen, settings.least_page), max(1 << (drawn - 1).bit_length(), settings.least_page))
     chunk = settings.chunk_length or (EPISODE_CHUNK if returns else length)
-    chunk = length if chunk >= length or arch.window is not None else 1 << chunk.bit_length() - 1
+    divided = chunk < length and (returns or arch.window is None)
+    chunk = 1 << chunk.bit_length() - 1 if divided else length
     prefills = _prefills(sizes, length)
     prompt, own, of_layer = prefills[-1].width // length, own_pages(drawn, chunk, length), length * sizes.token_bytes
     row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
-    reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1), max(row_pages, 1))
+    # A chunk inside a page sees one page more; so it stays when a row goes back to a chunk that had begun a page.
+    reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1) + returns, max(row_pages, 1))
     full = _Pages(own, prompt, of_layer * (sizes.attention_layers - with_window))
     windowed = _Pages(min(reach, own), min(reach, prompt), of_layer * with_window)
     # of a slot: a page in the making is in memory twice, as are the gathered pages of a layer
@@ -289,7 +291,7 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     places = (3 * prefills[0].at_once + 1) * sizes.state_bytes  # of prompts that wait, and are being read
     sizes = sizes._replace(memory=max(sizes.memory - places, 1.0) if sizes.memory else 0.0)  # 0 = not known
     slots = _slots(sizes, history.evenness(), per_slot=per_slot, per_row=per_row)
-    keeps = returns and not reach and not arch.delta  # rows that wait for an environment keep their pages
+    keeps = returns and not arch.delta  # rows that wait for an environment keep their pages
     begun = slots * (1 + keeps)
     pages, windows = (kind.most(begun, waiting=2 * prefills[0].at_once) for kind in (full, windowed))
     if not settings.max_num_seqs or sizes.memory > 0:

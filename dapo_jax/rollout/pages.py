@@ -120,7 +120,7 @@ class Pages:
         return OpenedCache(fixed, [before(held) for held in self.layers], attend, closed)
 
     def opened_to_read(self, reading: Reading, arch: Architecture) -> OpenedCache:
-        """As `opened`, for one step whose rows are the tokens of whole chunks; no layer has a window or a state.
+        """As `opened`, for one step whose rows are the tokens of whole chunks; no layer has a state.
 
         A chunk is written before its tokens see it, up to themselves. They read what is before it together, as rows
         with one prompt do.
@@ -128,7 +128,9 @@ class Pages:
         heads, rows = on_mesh((HEADS, ROWS))
         spec = heads, heads, rows, PartitionSpec("tensor")
 
-        def of_shard(query: jax.Array, pages: jax.Array, reading: Reading, sink: jax.Array | None) -> jax.Array:
+        def of_shard(
+            query: jax.Array, pages: jax.Array, reading: Reading, sink: jax.Array | None, *, window: int | None
+        ) -> jax.Array:
             (count, length), (_, kv_heads, page_length, _) = reading.tokens.shape, pages.shape
             is_row, cached = reading.destinations > 0, reading.prompt_lengths - 1
             starts = jnp.where(is_row, -cached % page_length, 0)
@@ -137,13 +139,19 @@ class Pages:
             each = functools.partial(jnp.repeat, repeats=length, axis=0)
             runs = Runs(*_runs_of_chunks(count, length, query.shape[1] // kv_heads), each(before))
             reads = Reads(each(reading.table), each(starts), ends.reshape(-1), runs)
+            if window is not None:
+                passed = each(reading.windows.first * page_length)
+                first = jnp.maximum(reads.starts, reads.ends - window) - passed
+                reads = Reads(each(reading.windows.table), first, reads.ends - passed)
             no_tail = self._tail(count * length, pages)
             return self.attend(query, pages, no_tail, jnp.int32(-1), reads, sink, cap=arch.attention_cap)
 
         def attend(kind: Layer, held: Any, query: jax.Array, key: jax.Array, value: jax.Array, sink: Any) -> Any:
             new = jnp.concatenate([key, value], axis=-1).reshape(*reading.tokens.shape, arch.num_kv_heads, -1)
-            held = _put_chunk(held, constrain(new.swapaxes(1, 2), HEADS), reading.destinations, reading.sampled)
-            sharded = jax.shard_map(of_shard, in_specs=spec, out_specs=heads, check_vma=False)
+            destinations = reading.destinations if kind.window is None else reading.windows.destinations
+            held = _put_chunk(held, constrain(new.swapaxes(1, 2), HEADS), destinations, reading.sampled)
+            of_kind = functools.partial(of_shard, window=kind.window)
+            sharded = jax.shard_map(of_kind, in_specs=spec, out_specs=heads, check_vma=False)
             return sharded(query[:, 0], held, reading, sink)[:, None], held
 
         return OpenedCache([], self.layers, attend, lambda layers: Pages(layers, self.chunk, self.attend))

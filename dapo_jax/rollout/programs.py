@@ -117,7 +117,8 @@ class Calls:
         """Of a chunk of known tokens of so many rows of a shard."""
         layout, rows = self.layout, rows * self.layout.shards
         row, tokens, table = self._rows(rows), self._rows(rows, layout.chunk), self._rows(rows, layout.row_pages)
-        return _lower(self.read, self.params, self.held(), Reading(tokens, row, row, table, row))
+        windows = Seen(self._rows(rows, layout.reach), row, row) if layout.reach else None
+        return _lower(self.read, self.params, self.held(), Reading(tokens, row, row, table, row, windows))
 
     def _rows(self, *shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(self.settings.mesh))

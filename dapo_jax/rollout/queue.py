@@ -98,8 +98,11 @@ class Counting:
         """Reads chunks of rows of each shard, at most `rows`."""
         layout, flops = self.layout, token_flops(self.arch)
         rows *= layout.shards
-        pages = rows * layout.row_pages if self.gathers else sum(one.held for of_shard in known for one in of_shard)
-        keys = pages * layout.page_length
+        full, windows = rows * layout.row_pages, rows * layout.reach
+        if not self.gathers:
+            chunks = [one for of_shard in known for one in of_shard]
+            full, windows = sum(one.held for one in chunks), sum(len(one.seen) for one in chunks)
+        keys = layout.page_length * flops.mean(lambda window: full if window is None else windows)
         self.computed["decode"] += layout.chunk * (rows * flops.layers + keys * flops.pair)
 
     def decode(self, turn: Turn) -> Any:
@@ -304,6 +307,7 @@ class Queue:
                 destinations[place], window_destinations[place] = new
                 if not layout.stretches and row.sampled % layout.page_length:
                     destinations[place] = row.table[held - 1]
+                    window_destinations[place] = row.seen[-1] if layout.reach else 0
                 shard.advance(row, slot, new)
         self._stretch = max(self._stretch, longest - layout.prefilled + layout.chunk)
         longest = max(layout.stretches, default=0)

@@ -7,7 +7,7 @@ Pages of a row are numbered from the first of its prompt. Layers with a window h
 that begins after n pages, a window reaches the last `reach` of them. A prompt has such pages for its last tokens, which
 its rows share. A row takes one for each chunk that it adds; once `reach` pages are its own, that is the oldest of them:
 this chunk reads it before it is written, and no later one sees it. So a shard needs at most `reach` pages for each slot
-and each open prompt.
+and each open prompt. Rows that wait for an environment have more while there are enough.
 """
 
 from collections import deque
@@ -38,6 +38,7 @@ class KnownChunk(NamedTuple):
     sampled: int  # tokens of the response before it
     table: np.ndarray  # [M] pages of the row, with the one that takes it
     held: int  # of these that the row has
+    seen: list[int]  # of layers with a window, the last pages of the row, with the one that takes it
 
 
 class OpenPrompt(NamedTuple):
@@ -104,6 +105,8 @@ class Shard:
         """
         if (self.layout.reach or self.layout.states) and len(self.prompts) >= self.layout.open_prompts:
             return False
+        if len(self.free_windows) < min(pages, self.layout.reach):
+            return False
         held = sum(len(prompt.pages) for prompt in self.prompts.values())
         return self.load < most and pages <= len(self.free) and held + pages + longest < self.layout.pages
 
@@ -157,7 +160,11 @@ class Shard:
             return
         row.sampled = min(known // chunk * chunk, len(row.pages) * length)
         kept = -(-row.sampled // length)
-        self.free.extend(row.pages[kept:])
+        for page in row.pages[kept:]:
+            self.free.append(page)
+            if self.layout.reach:
+                self.free_windows.append(row.window_pages.pop())
+                row.seen.pop()
         del row.pages[kept:]
         row.table[row.prompt_pages + kept :] = 0
         self.returning.append(row)
@@ -170,9 +177,9 @@ class Shard:
         while live:
             row = live.popleft()
             if self._needs_page(row):
-                while not self._has_page() and live:
+                while not self._has_page(row) and live:
                     young.append(self._give_up(live.pop()))
-                if not self.free:
+                if not self._has_page(row):
                     young.append(self._give_up(row))
                     break
                 granted[row.number] = self._take(row)
@@ -184,7 +191,7 @@ class Shard:
                 break  # for each row that lives, a page for its next chunk
             row = self.returning.popleft() if self.returning else self._begin(self.waiting.popleft())
             if self._needs_page(row):
-                assert self._has_page()
+                assert self._has_page(row)
                 granted[row.number] = self._take(row)
             self.live.append(row)
         return granted
@@ -200,10 +207,10 @@ class Shard:
         for row in [row for row, one in zip(self.live, given, strict=True) if one][: self.layout.reads[0]]:
             sampled = row.sampled
             self.advance(row, -1, granted.pop(row.number, Granted()))
-            found.append(KnownChunk(row.number, sampled, row.table, self.held(row)))
+            found.append(KnownChunk(row.number, sampled, row.table, self.held(row), list(row.seen)))
             if not self._needs_page(row):
                 continue
-            if self._has_page():
+            if self._has_page(row):
                 granted[row.number] = self._take(row)
             else:
                 self.live.remove(row)
@@ -234,14 +241,19 @@ class Shard:
             return False
         return row.sampled + self.layout.chunk < self.limits[row.number]
 
-    def _has_page(self) -> bool:
-        """Whether a page is free, once rows without a slot have given up theirs, the last to wait first."""
-        while not self.free and self.returning:
+    def _has_page(self, row: Row) -> bool:
+        """Whether a page is free for a row, once rows without a slot have given up theirs, the last to wait first."""
+        needs_window = len(row.window_pages) < self.layout.reach
+
+        def has() -> bool:
+            return bool(self.free) and (bool(self.free_windows) or not needs_window)
+
+        while not has() and self.returning:
             self.waiting.appendleft(self._give_up(self.returning.pop()))
         holders = [row for row in self.parked.values() if row is not None]
-        while not self.free and holders:
+        while not has() and holders:
             self.parked[self._give_up(holders.pop())] = None
-        return bool(self.free)
+        return has()
 
     def _begin(self, number: int) -> Row:
         prompt, table = number // self.layout.num_samples, np.zeros(self.layout.row_pages, np.int32)
@@ -262,12 +274,12 @@ class Shard:
     def _park(self, row: Row) -> None:
         """A row keeps its stretch, and so its slot; or its pages without a slot.
 
-        Unless windows have left some of them, or states have gone with the slot: then it begins again.
+        If states have gone with the slot, it begins again.
         """
         self.parked[row.number] = row
         if not self.layout.stretches:
             row.slot = -1
-        if self.layout.reach or self.layout.states:
+        if self.layout.states:
             self._free(row)
             self.parked[row.number] = None
 

@@ -43,6 +43,7 @@ report 30b_a3b_h100 --config configs/qwen3_30b_a3b_math.py --topology h100:2x8 -
   --config.mesh.expert=1 --config.mesh.tensor=4
 report 30b_a3b_h100_e2 --config configs/qwen3_30b_a3b_math.py --topology h100:2x8 --config.mesh.fsdp=8 \
   --config.mesh.expert=2
+report qwen3.5_35b_h100 --config configs/qwen3.5_35b_a3b_math.py --topology h100:2x8
 report gpt_oss_h100 --config configs/gpt_oss_20b_math.py --topology h100:2x8
 report 32b_v5p --config configs/dapo_qwen2.5_32b_math.py "${long[@]}" --topology v5p:4x4x8
 report 7b_v5p_8 "${math[@]}" --topology v5p:2x2x2

@@ -31,6 +31,7 @@ RECIPES = {  # by report
     "30b_a3b_v5p": "`configs/qwen3_30b_a3b_math.py`",
     "30b_a3b_h100": "the same, `mesh.fsdp=4 mesh.expert=1 mesh.tensor=4`",
     "30b_a3b_h100_e2": "the same, `mesh.fsdp=8 mesh.expert=2`",
+    "qwen3.5_35b_h100": "`configs/qwen3.5_35b_a3b_math.py`",
     "gpt_oss_h100": "`configs/gpt_oss_20b_math.py`",
     "qwen3.5_h100": "`configs/qwen3.5_0.8b_gsm8k.py`",
     "qwen3.5_v5e": "the same, `fsdp=8`",

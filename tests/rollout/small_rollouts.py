@@ -167,7 +167,9 @@ def assert_same(found: Rollout, expected: Rollout, rows: Any = slice(None), *, t
     np.testing.assert_allclose(found.logprobs, expected.logprobs[rows], atol=tolerance)
 
 
-def queues_of(monkeypatch: pytest.MonkeyPatch, pages: int | None = None) -> list[Queue]:
+def queues_of(
+    monkeypatch: pytest.MonkeyPatch, pages: int | None = None, window_pages: int | None = None
+) -> list[Queue]:
     """The queues that engines make from now on, with so many pages a shard; None = as many as they take."""
     queues: list[Queue] = []
 
@@ -177,7 +179,8 @@ def queues_of(monkeypatch: pytest.MonkeyPatch, pages: int | None = None) -> list
 
     def layout_of(*args, **sizes):
         layout = choose_layout(*args, **sizes)
-        return dataclasses.replace(layout, pages=pages or layout.pages)
+        sizes = {"pages": pages or layout.pages, "window_pages": window_pages or layout.window_pages}
+        return dataclasses.replace(layout, **sizes)
 
     choose_layout = engine_module.choose_layout
     monkeypatch.setattr(engine_module, "choose_layout", layout_of)

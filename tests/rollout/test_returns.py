@@ -218,10 +218,25 @@ def test_other_draws_and_purposes(kind, sampling, purpose):
 @pytest.mark.parametrize("name", ["gemma2_softcap", "gemma3", "mistral_sliding"])
 @pytest.mark.parametrize("kind", ["pages", "stretches"])
 def test_layers_with_windows(kind, name):
-    """Such rows leave pages behind, so they are read again from their prompt."""
     found, turns = played(kind, rollouts=family(name), max_num_seqs=7, lookahead=1, delay=3)
     assert turns.sum() > 20
     family(name).assert_tokens_drawn(found, FREE)
+
+
+@pytest.mark.slow
+@pytest.mark.short("8-16")
+@pytest.mark.parametrize(("chunk", "page"), [(8, 8), (8, 16), (4, 16)])
+def test_rows_that_wait_keep_the_pages_that_a_window_sees(chunk, page, monkeypatch):
+    """While there are enough; a chunk may begin inside a page, and a row goes back to one that has begun a page."""
+    least = 1 + (7 + 6) * (4 - page // 8)  # what 7 slots and 6 prompts need
+    for window_pages in (None, least):
+        queues = queues_of(monkeypatch, window_pages=window_pages)
+        sizes = {"max_num_seqs": 7, "delay": 9, "chunk_length": chunk, "least_page": page}
+        found, turns = played("pages", rollouts=family("gemma3"), **sizes)
+        family("gemma3").assert_tokens_drawn(found, FREE)
+        assert (queues[0].shards[0].given_up > 0) == (window_pages is not None) and turns.sum() > 20
+        assert_all_pages_are_free(queues[0])
+        assert queues[0].layout.reach == 4 - page // 8
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "
 SMALL = dataclasses.replace(ARCH, **SMOLLM2, num_heads=9, num_kv_heads=3, tie_embeddings=True)
 
 
-def walked(kind, *, slots, chunk, page=1, prompts=8, limit=320, reads=None, **layout):
+def walked(kind, *, slots, chunk, arch=SMALL, page=1, prompts=8, limit=320, reads=None, **layout):
     """8 episodes to each of some prompts of 60 tokens; the devices, which have counted, and the work by stage."""
     rng, (turns, own, said), episodes = np.random.default_rng(0), kind, []
     for _ in range(8 * prompts):
@@ -28,10 +28,10 @@ def walked(kind, *, slots, chunk, page=1, prompts=8, limit=320, reads=None, **la
         episodes.append([*zip(written, [*answers[:-1], 0], strict=True)])
     lengths = np.full(prompts, 60)
     sizes = {"max_num_seqs": slots, "max_prompt_length": 64, "max_response_length": limit}
-    settings = settings_of(SEVEN, (1, 1), arch=SMALL, chunk_length=chunk, least_page=page, **sizes)
+    settings = settings_of(SEVEN, (1, 1), arch=arch, chunk_length=chunk, least_page=page, **sizes)
     chosen = layout_of(settings, lengths, 8, dtype=np.float32, returns=True, **layout)
     chosen = dataclasses.replace(chosen, reads=chosen.reads if reads is None else reads)
-    return walk_episodes(SMALL, chosen, lengths, episodes, limit=limit)
+    return walk_episodes(arch, chosen, lengths, episodes, limit=limit)
 
 
 def ratio(found):
@@ -63,6 +63,9 @@ def test_whole_chunks_of_an_answer_are_read_at_once(chunk, most):
     (devices, work), (token_by_token, _) = walked(SEARCH, **sizes), walked(SEARCH, **sizes, reads=())
     assert devices.decodes.total() < 0.4 * token_by_token.decodes.total()
     assert work["decode"].efficiency > 1 / most
+    some = dataclasses.replace(SMALL, pattern=(dataclasses.replace(SMALL.pattern[0], window=512), *SMALL.pattern))
+    with_windows, _ = walked(SEARCH, arch=some, **sizes)
+    assert with_windows.decodes.total() == devices.decodes.total()
 
 
 @pytest.mark.short("1")

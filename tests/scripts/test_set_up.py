@@ -88,12 +88,12 @@ def after(option, words):
 
 
 def test_every_recipe_that_names_an_accelerator_has_a_report(checkout, preflights):
-    assert len(preflights) == 30
+    assert len(preflights) == 31
     for words in preflights:
         report = json.loads((ROOT / after("--json", words)).read_text())
         assert report["fits"] and report["topology"] == after("--topology", words)
     named = [path for path in (ROOT / "configs").glob("*.py") if re.search("H100|A100|L4|v5[ep]", path.read_text())]
-    assert len(named) == 12 and {f"configs/{path.name}" for path in named} <= {
+    assert len(named) == 13 and {f"configs/{path.name}" for path in named} <= {
         after("--config", one) for one in preflights
     }
     asked, *chosen, pages = checkout("scripts/docs/preflight_reports.sh", "7b_v5e", "7b_v5p")
