@@ -22,6 +22,7 @@ ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is no
 CPU_CHUNK, CHUNK = 16, 32  # tokens of a chunk on CPUs and elsewhere, where none is set
 LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens ...
 EPISODE_CHUNK = 16  # ... and in episodes
+LISTED = 2**17  # pages that a call which reads chunks may list: half of the 1 MiB that a TPU has for such numbers
 EPISODES = 16  # of a shard that have slots on a CPU, if there are so many; of more, half
 WIDEST_STEP = 512  # tokens between two stretches
 PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
@@ -49,7 +50,8 @@ class EngineSettings:
     chunk_length: int  # tokens between two looks for responses that have ended; 0 = the engine chooses
     lookahead: int  # chunks dispatched before the result of one is read
     seed: int
-    least_page: int = 1  # tokens of a page, at least
+    least_page: int = 1  # tokens of a page, at least, ...
+    least_chunk: int = 1  # ... and of a chunk that is a part of one
     choices: Choices | None = None  # how the experts of tokens are recorded; None = they are not
 
 
@@ -274,7 +276,7 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     length = min(max(chosen, settings.least_page), max(1 << (drawn - 1).bit_length(), settings.least_page))
     chunk = settings.chunk_length or (EPISODE_CHUNK if returns else length)
     divided = chunk < length and (returns or arch.window is None)
-    chunk = 1 << chunk.bit_length() - 1 if divided else length
+    chunk = max(1 << chunk.bit_length() - 1, settings.least_chunk) if divided else length
     prefills = _prefills(sizes, length)
     prompt, own, of_layer = prefills[-1].width // length, own_pages(drawn, chunk, length), length * sizes.token_bytes
     row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
@@ -307,7 +309,9 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     held = pages, length, chunk, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
     together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
     states = open_prompts(slots, prefills) + 1 if arch.delta else 0
-    most = min(sizes.at_once(chunk), slots) if keeps else 0
+    # The pages of a row are listed for each token; where they are gathered, that takes as much memory as a slot does.
+    fitting = slots // chunk if gathers else LISTED // (chunk * row_pages)
+    most = max(min(sizes.at_once(chunk), slots, fitting), 1) if keeps else 0
     reads = tuple(most >> step for step in range(0, most.bit_length(), 2))
     return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together, returns, reads)
 

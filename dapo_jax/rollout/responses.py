@@ -216,7 +216,8 @@ class JoinedResponses:
 
     def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
         """As `Responses.are_given`."""
-        return np.any([part.are_given(own, places) for part, own in self._parts_of(rows)], axis=0)
+        found = [part.are_given(own, places) for part, own in self._parts_of(rows)]
+        return np.any([np.zeros(len(rows), bool), *found], axis=0)
 
     def add_known(self, rows: np.ndarray, starts: np.ndarray, experts: np.ndarray) -> None:
         """As `ExpertRecords.add_chunk`, of tokens that were known."""

@@ -49,7 +49,7 @@ class OpenPrompt(NamedTuple):
     state: int  # the place of its states; 0 = it has none, or no tokens are prefilled
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A row that has begun."""
 
@@ -199,22 +199,29 @@ class Shard:
     def read_known(self, granted: dict[int, Granted], are_given: AreGiven) -> list[KnownChunk]:
         """Rows read their next chunk if its last token is an environment's, as many as a call takes.
 
-        Each is granted a page for what comes after, if it needs one, or waits for it without a slot.
+        Each is granted a page for what comes after, if it needs one. Too few: younger rows give up theirs, and without
+        younger ones a row waits without a slot.
         """
         last = self.layout.chunk - 1
         given = are_given(_numbers(row.number for row in self.live), _numbers(row.sampled + last for row in self.live))
-        found = []
+        found, young = list[KnownChunk](), list[int]()
         for row in [row for row, one in zip(self.live, given, strict=True) if one][: self.layout.reads[0]]:
+            if row not in self.live:
+                continue
             sampled = row.sampled
             self.advance(row, -1, granted.pop(row.number, Granted()))
             found.append(KnownChunk(row.number, sampled, row.table, self.held(row), list(row.seen)))
             if not self._needs_page(row):
                 continue
+            while not self._has_page(row) and self.live[-1] is not row:
+                last = self.live.pop()
+                granted.pop(last.number, None)
+                young.append(self._give_up(last))
             if self._has_page(row):
                 granted[row.number] = self._take(row)
             else:
-                self.live.remove(row)
-                self.returning.appendleft(row)
+                self.returning.appendleft(self.live.pop())
+        self.waiting.extendleft(young)
         return found
 
     def held(self, row: Row) -> int:

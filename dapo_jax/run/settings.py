@@ -96,7 +96,8 @@ def engine_settings(
     config: Config, arch: Architecture, eos_ids: tuple[int, ...], pad_id: int, mesh: Mesh
 ) -> EngineSettings:
     """The settings of the sampler's engine."""
-    on_cpu = platform(mesh) == "cpu"
+    device = platform(mesh)
+    on_cpu = device == "cpu"
     return EngineSettings(
         arch=within_lengths(config.algorithm, config.data, arch),
         mesh=mesh,
@@ -110,6 +111,7 @@ def engine_settings(
         lookahead=0 if on_cpu else 1,  # a CPU would decode and look ahead with the same cores
         seed=config.seed,
         least_page=1 if on_cpu else 16,  # which kernels of accelerators need
+        least_chunk=8 if device == "tpu" else 1,  # with fewer, a TPU would copy all pages to write into one
         choices=recorded_choices(config.model, arch),
     )
 

@@ -96,6 +96,16 @@ def test_slots_and_pages_fit_the_memory(prompts, changes):
     assert layout.slots == (64 if changes else 32 if rows > 16 else rows)
 
 
+@pytest.mark.parametrize(("response", "gathers"), [(2048, False), (32768, False), (32768, True)])
+def test_what_reads_chunks_fits_too(response, gathers):
+    """A TPU lists the pages of all tokens in 1 MiB; where pages are gathered, each token takes what a slot does."""
+    settings = settings_of(SEVEN, (1, 1), max_response_length=response, chunk_length=0, least_page=16)
+    kind = {"attend": attend_gathered} if gathers else {}
+    layout = layout_of(settings, [200] * 64, free=40, returns=True, **kind)
+    tokens = layout.reads[0] * layout.chunk
+    assert 4 * tokens * layout.row_pages <= 2**19 and (not gathers or tokens <= layout.slots)
+
+
 def test_gathered_pages_take_memory_too():
     settings = settings_of(SEVEN, (16, 4))
     plain, gathered = (layout_of(settings, [200] * 800, free=11, **to) for to in ({}, {"attend": attend_gathered}))

@@ -192,6 +192,7 @@ def test_rows_that_nobody_answers_are_named():
         for row in parked:
             pending.end(row)
         found = pending.wait()
+        assert not engine.step(), "nothing is left to do"
     engine.close()
     assert found.by_policy is None and np.flatnonzero(found.finished).tolist() == parked
 

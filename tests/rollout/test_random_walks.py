@@ -1,0 +1,133 @@
+"""Random episodes through queues with few pages: what each chunk sees of a row's pages is what was written there."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from rollout.known_episodes import KnownEpisodes
+from rollout.large_models import SEVEN, layout_of, settings_of
+from rollout.small_rollouts import assert_all_pages_are_free
+from shapes import ARCH
+
+from dapo_jax.rollout.queue import Counting, Queue
+from dapo_jax.rollout.shards import ENDED, WAITS
+
+DELAYS = 0, 0, 1, 3, 10  # chunks until an answer
+SEEDS = 80
+
+
+class Written(Counting):
+    """Devices that remember which token of which row, or of which prompt, lies in each place of the pages."""
+
+    def __init__(self, layout, queue, window):
+        super().__init__(ARCH, layout)
+        self.queue, self.window, self.places, self.of_windows = queue, window, {}, {}
+
+    def prefill(self, size, opened):
+        for prompt, shard, pages, window_pages, _ in opened:
+            for places, held in ((self.places, pages), (self.of_windows, window_pages)):
+                for number, page in enumerate(held, len(pages) - len(held)):
+                    self.write(places, shard, page, ("prompt", prompt), number * self.layout.page_length, whole=True)
+        return super().prefill(size, opened)
+
+    def write(self, places, shard, page, name, first, *, whole=False):
+        length = self.layout.page_length if whole else self.layout.chunk
+        for token in range(first, first + length):
+            places[shard, int(page), token % self.layout.page_length] = (name, token)
+
+    def read(self, rows, known):
+        super().read(rows, known)
+        chunks = [(shard, one) for shard, of_shard in enumerate(known) for one in of_shard]
+        assert max(map(len, known)) <= rows
+        for shard, one in chunks:  # all are written before one is read
+            self.write(self.places, shard, one.table[one.held - 1], ("row", one.row), one.sampled)
+            if self.window:
+                self.write(self.of_windows, shard, one.seen[-1], ("row", one.row), one.sampled)
+        for shard, one in chunks:
+            given = one.table, one.seen, one.held - len(one.seen)
+            self.assert_sees(shard, one.row, one.sampled, *given, more=self.layout.chunk)
+
+    def decode(self, turn):
+        slots, windows, written = turn.shape.slots, turn.windows, Counter()
+        for slot in np.flatnonzero(turn.rows >= 0).tolist():
+            seen, first = (windows.table[slot], int(windows.first[slot])) if self.window else ([], 0)
+            given = slot // slots, int(turn.rows[slot]), int(turn.sampled[slot])
+            self.assert_sees(*given, turn.table[slot], seen, first)
+        for slot in np.flatnonzero(turn.rows >= 0).tolist():
+            shard, row, sampled = slot // slots, int(turn.rows[slot]), int(turn.sampled[slot])
+            page = int(turn.destinations[slot])
+            if page:
+                self.write(self.places, shard, page, ("row", row), sampled)
+                written[shard, page] += 1
+            else:
+                assert sampled + self.layout.chunk >= self.queue.limits[row], "what this chunk adds is read later"
+            if self.window and page:
+                self.write(self.of_windows, shard, windows.destinations[slot], ("row", row), sampled)
+        assert max(written.values(), default=1) == 1
+        return super().decode(turn)
+
+    def assert_sees(self, shard, row, sampled, table, seen, first, more=0):
+        prompt = row // self.layout.num_samples
+        length = self.layout.page_length
+        of_prompt = self.layout.prompt_pages(self.queue.prompt_lengths[prompt]) * length
+        end = of_prompt + sampled
+
+        def name(token):
+            return (("prompt", prompt), token) if token < of_prompt else (("row", row), token - of_prompt)
+
+        for token in range(end + more):
+            assert self.places[shard, int(table[token // length]), token % length] == name(token)
+        for token in range(max(0, end - self.window + 1) if self.window else end + more, end + more):
+            assert token // length >= first
+            assert self.of_windows[shard, int(seen[token // length - first]), token % length] == name(token)
+
+
+def episode(rng, limit, chunk):
+    """Turns until the limit or an end, some as long as whole chunks."""
+    turns, left = [], limit
+    while True:
+        own = min(chunk if rng.random() < 0.3 else int(rng.integers(1, 13)), left)
+        left -= own
+        said = int(rng.integers(1, 40)) if rng.random() < 0.7 else int(chunk * rng.integers(1, 4))
+        if said >= left or rng.random() < 0.05:
+            return [*turns, (own, None if left and rng.random() < 0.5 else 0)]
+        turns.append((own, said))
+        left -= said
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_rows_see_their_own_tokens_and_all_end(windows):
+    given_up = 0
+    for seed in range(SEEDS):
+        rng = np.random.default_rng(seed)
+        chunk, window = int(rng.choice([2, 4, 8])), int(rng.integers(2, 40)) if windows else None
+        limit, samples, shards = int(rng.integers(20, 120)), int(rng.choice([1, 2, 4])), int(rng.choice([1, 1, 2]))
+        slots, lengths = int(rng.choice([2, 4, 8, 16])), rng.integers(1, 40, int(rng.integers(2, 6)))
+        layer = ARCH.pattern[0]
+        pattern = (dataclasses.replace(layer, window=window), layer) if windows else ARCH.pattern
+        sizes = {
+            "chunk_length": chunk,
+            "least_page": int(chunk * rng.choice([1, 2, 4])),
+            "max_num_seqs": slots * shards,
+        }
+        sizes |= {"max_prompt_length": 64, "max_response_length": limit}
+        settings = settings_of(SEVEN, (shards, 1), arch=dataclasses.replace(ARCH, pattern=pattern), **sizes)
+        layout = layout_of(settings, lengths, samples, dtype=np.float32, returns=True)
+        least = 1 + layout.prompt_pages(int(lengths.max())) + layout.own_pages(limit)
+        pages = min(layout.pages, least + int(rng.integers(0, 12)))
+        layout = dataclasses.replace(layout, pages=pages, window_pages=min(pages, layout.window_pages))
+        limits = np.where(rng.random(len(lengths) * samples) < 0.6, limit, rng.integers(5, limit + 1))
+        episodes = [episode(rng, int(most), chunk) for most in limits]
+        queue, outcome, delay = Queue(layout), KnownEpisodes(layout, episodes), int(rng.choice(DELAYS))
+        devices = Written(layout, queue, window)
+        queue.add(lengths, limits)
+        for _ in range(2000):
+            if not queue.step(devices, outcome) and WAITS not in outcome.state:
+                break
+            outcome.answer(queue, delay)
+        assert (outcome.state == ENDED).all(), f"seed {seed}: rows take their pages from each other forever"
+        assert outcome.known.tolist() == [sum(own + (said or 0) for own, said in turns) for turns in episodes]
+        assert_all_pages_are_free(queue)
+        given_up += sum(shard.given_up for shard in queue.shards)
+    assert given_up > SEEDS
