@@ -312,7 +312,7 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     # The pages of a row are listed for each token; where they are gathered, that takes as much memory as a slot does.
     fitting = slots // chunk if gathers else LISTED // (chunk * row_pages)
     most = max(min(sizes.at_once(chunk), slots, fitting), 1) if keeps else 0
-    reads = tuple(most >> step for step in range(0, most.bit_length(), 2))
+    reads = tuple(dict.fromkeys([1 << step for step in range(most.bit_length() - 1, 0, -2)] + [1])) if most else ()
     return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together, returns, reads)
 
 
