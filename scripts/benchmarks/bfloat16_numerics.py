@@ -1,6 +1,6 @@
 """Host: what bfloat16 on a GPU costs in accuracy, emulated on a CPU, for each family of models.
 
-    python scripts/benchmarks/bfloat16_numerics.py [--model DIR] [--families llama,qwen2]
+    python scripts/benchmarks/bfloat16_numerics.py [--model DIR] [--families llama,qwen2] [--deviation 0.02]
 
 A policy samples in bfloat16; k3 compares its log-probabilities with those of the training pass. The gradient of DAPO's
 loss over these responses is that of an update: matrices cast once, attention's results kept. Its error is the norm of
@@ -59,7 +59,7 @@ from markdown_table import markdown_table
 from script_ends import command
 
 PROMPTS, PROMPT, SAMPLES, LENGTH = 8, 24, 4, 64  # sizes of a batch
-FIRST = 8  # layers of a model on the disk
+FIRST, DEVIATION = 8, 0.06  # layers of a model on the disk; the standard deviation of random weights
 SMALL = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -84,7 +84,7 @@ EXPERTS = {
 }
 
 
-def random_model(name: str) -> tuple[Architecture, Any]:
+def random_model(name: str, deviation: float = DEVIATION) -> tuple[Architecture, Any]:
     """A small model of a family with random weights; every kind of its layers."""
     family = FAMILIES[name]
     config = {**SMALL, "architectures": [family.architecture_name(False)], "model_type": name}
@@ -93,7 +93,7 @@ def random_model(name: str) -> tuple[Architecture, Any]:
     config |= DELTA if family.delta else {}
     arch = architecture_from_hf(config | ({} if family.experts is None else EXPERTS))
     rng = np.random.default_rng(11)
-    drawn = {weight: rng.normal(0, 0.06, weight.shape) for weight in weight_table(arch)}
+    drawn = {weight: rng.normal(0, deviation, weight.shape) for weight in weight_table(arch)}
     norms = {weight: np.ones(weight.shape) for weight in drawn if weight.initializer == "ones"}
     return arch, unflatten((weight, leaf.astype(np.float32)) for weight, leaf in (drawn | norms).items())
 
@@ -190,8 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help="names by commas; default: all")
     parser.add_argument("--model", help="a Hugging Face directory, such as SmolLM2-135M-Instruct")
+    parser.add_argument("--deviation", type=float, default=DEVIATION, help="of random weights; published models: 0.02")
     given = parser.parse_args(arguments)
-    models = {name: functools.partial(random_model, name) for name in filter(None, given.families.split(","))}
+    names = filter(None, given.families.split(","))
+    models = {name: functools.partial(random_model, name, given.deviation) for name in names}
     if given.model:
         models[f"{Path(given.model).name}, first {FIRST} layers"] = functools.partial(first_layers, given.model)
     rows = []
