@@ -12,11 +12,13 @@ from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import Params
 from dapo_jax.preflight.compiled import CACHE, DECODING, Program, device_bytes
 from dapo_jax.preflight.hlo_products import PagedKeys
-from dapo_jax.rollout.layout import EngineSettings, Layout, Shape, cache_dtype, choose_layout
+from dapo_jax.rollout.counting import Counting
+from dapo_jax.rollout.layout import EngineSettings, Layout, Shape, cache_dtype
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
-from dapo_jax.rollout.queue import Counting, Queue, needed_work
+from dapo_jax.rollout.queue import Queue, needed_work
 from dapo_jax.rollout.shards import ALIVE, ENDED
+from dapo_jax.rollout.sizes import choose_layout
 from dapo_jax.run.sampler import page_attention
 
 CONTINUED = "continued"  # begins the names of what continues responses

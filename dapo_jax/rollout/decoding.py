@@ -71,8 +71,8 @@ class Plan:
     table: Any  # [b, M] int32, pages of the prompt, then its own; the place of its prompt for stretches
     destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
     places: Any  # [b] int32, where the states of its prompt are, of layers with linear attention
-    windows: Any  # of layers with a window, as in queue.Seen; None = no layer has one
-    runs: Any = None  # of rows with one prompt, as in queue.Together; None for stretches
+    windows: Any  # of layers with a window, as in counting.Seen; None = no layer has one
+    runs: Any = None  # of rows with one prompt, as in counting.Together; None for stretches
     given: Any = None  # [b, C] int32, tokens that are not drawn but taken as they are, -1 = drawn; None = all are drawn
     room: Any = None  # [b] int32, where tokens are given: after so many tokens of the chunk the row ends
 

@@ -10,10 +10,11 @@ from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put
+from dapo_jax.rollout.counting import Counting, Opened, Seen, Turn
 from dapo_jax.rollout.decoding import Chunk, FirstDraws, Plan, Reading
 from dapo_jax.rollout.layout import PrefillSize, Shape
 from dapo_jax.rollout.programs import Calls
-from dapo_jax.rollout.queue import Counting, Opened, Queue, Seen, Turn
+from dapo_jax.rollout.queue import Queue
 from dapo_jax.rollout.responses import JoinedResponses, Request
 from dapo_jax.rollout.sampling import TRAIN
 from dapo_jax.rollout.shards import KnownChunk

@@ -21,12 +21,13 @@ from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.processes import settle
 from dapo_jax.rollout.devices import QueueDevices
 from dapo_jax.rollout.expert_records import ExpertRecords
-from dapo_jax.rollout.layout import EngineSettings, Layout, cache_dtype, choose_layout
+from dapo_jax.rollout.layout import EngineSettings, Layout, cache_dtype
 from dapo_jax.rollout.lengths import LearntSizes
 from dapo_jax.rollout.programs import Calls, shaped
 from dapo_jax.rollout.queue import needed_work
 from dapo_jax.rollout.responses import Begun, OnFinished, Request, Responses
 from dapo_jax.rollout.sampling import TRAIN
+from dapo_jax.rollout.sizes import choose_layout
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dapo_jax.models.paged_attention import AttendPages
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks_gpu import INNER, block_sums
 from dapo_jax.parallel.sharding import batch_sharding, on_mesh, replicated
+from dapo_jax.rollout.counting import Seen, Together
 from dapo_jax.rollout.decoding import HEADS, ROWS, FirstDraws, Held, Plan, Reading, decode, prefill, read
 from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, Shape, cache_dtype
 from dapo_jax.rollout.pages import empty_pages
-from dapo_jax.rollout.queue import Seen, Together
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.stretches import empty_stretches
 

@@ -6,139 +6,18 @@ Prompts are given to shards in order, the next one to the shard with the fewest 
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
+from dapo_jax.rollout.counting import Counting, Opened, PagesSeen, Seen, Together, Turn
 from dapo_jax.rollout.layout import Layout, PrefillSize, Shape
-from dapo_jax.rollout.shards import Granted, KnownChunk, Row, Shard
+from dapo_jax.rollout.shards import Granted, Row, Shard
 
 LEAST_STOCK = 4  # rows of a shard, at least, that may wait for a slot
-
-
-class Opened(NamedTuple):
-    """A prompt that begins on a shard."""
-
-    prompt: int
-    shard: int
-    pages: list[int]
-    window_pages: list[int]  # of layers with a window, for its last pages
-    state: int  # the place of its states
-
-
-class Seen(NamedTuple):
-    """The pages of layers with a window in a chunk of b slots, in arrays of the host or of the devices."""
-
-    table: Any  # [b, R] int32, the last pages of each row, in the order of their tokens
-    first: Any  # [b] int32, the number of the first of them among all pages of the row
-    destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
-
-
-class Together(NamedTuple):
-    """Runs of rows with one prompt, in arrays of the host or of the devices; each shard's own, and its first rows."""
-
-    firsts: Any  # [b] int32, the first slot of each run among those of its shard
-    lengths: Any  # [b] int32, its rows; 0 = there is no such run
-
-
-class PagesSeen(NamedTuple):
-    """Pages that rows see in a chunk, on all shards."""
-
-    full: int  # in a layer without a window; of these ...
-    prompts: int  # ... those of prompts, which are ...
-    runs: int  # ... so many, if each run reads them once
-    window: int  # in a layer with a window
-
-
-class Turn(NamedTuple):
-    """A chunk of decoding. Arrays are those of `decoding.Plan`, b slots on all shards."""
-
-    shape: Shape
-    rows: np.ndarray  # [b] response of each slot, -1 = none, or it waits
-    sources: np.ndarray  # [b], also of rows that wait, or return
-    returned: np.ndarray  # [b] bool, the row returns to the slot that it has kept
-    sampled: np.ndarray  # [b]
-    table: np.ndarray  # [b, M]
-    destinations: np.ndarray  # [b]
-    places: np.ndarray | None  # [b]
-    windows: Seen | None
-    runs: Together | None
-    pages: PagesSeen
-
-
-class Counting:
-    """Devices that count what a queue tells them to do, and do nothing else: a chunk is its number of tokens.
-
-    Args:
-        gathers: attention copies every place of the page table, as `attend_gathered` does.
-    """
-
-    def __init__(self, arch: Architecture, layout: Layout, *, gathers: bool = False) -> None:
-        self.arch, self.layout, self.gathers = arch, layout, gathers
-        self.computed = {"prefill": 0.0, "decode": 0.0}  # operations
-        self.decodes: Counter[Shape] = Counter()  # chunks
-        self.prefills: Counter[PrefillSize] = Counter()  # calls
-        self.pages: Counter[Shape] = Counter()  # seen in these chunks, on all shards, in the mean layer
-        self.prompt_pages: Counter[Shape] = Counter()  # of these those of prompts, in a layer without a window ...
-        self.run_pages: Counter[Shape] = Counter()  # ... once for each run
-
-    def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> tuple[Any, np.ndarray] | None:
-        """Prefills prompts in a call of this shape; the first tokens that it draws, and their rows, -1 = none."""
-        tokens = size.at_once * self.layout.shards * size.width
-        self.computed["prefill"] += tokens * token_flops(self.arch).of_prefilled(size.width)
-        self.prefills[size] += 1
-        first = self.layout.prefilled
-        return (first, np.concatenate([self.layout.rows(one.prompt) for one in opened])) if first else None
-
-    def read(self, rows: int, known: Sequence[Sequence[KnownChunk]]) -> None:
-        """Reads chunks of rows of each shard, at most `rows`."""
-        layout, flops = self.layout, token_flops(self.arch)
-        rows *= layout.shards
-        full, windows = rows * layout.row_pages, rows * layout.reach
-        if not self.gathers:
-            chunks = [one for of_shard in known for one in of_shard]
-            full, windows = sum(one.held for one in chunks), sum(len(one.seen) for one in chunks)
-        keys = layout.page_length * flops.mean(lambda window: full if window is None else windows)
-        self.computed["decode"] += layout.chunk * (rows * flops.layers + keys * flops.pair)
-
-    def decode(self, turn: Turn) -> Any:
-        """Decodes a chunk and returns it."""
-        self.computed["decode"] += self.layout.chunk * self._token_work(turn)
-        self.decodes[turn.shape] += 1
-        self.pages[turn.shape] += self._pages(turn)
-        self.prompt_pages[turn.shape] += turn.pages.prompts
-        self.run_pages[turn.shape] += turn.pages.runs
-        return self.layout.chunk
-
-    def take_back(self, turn: Turn, tokens: int) -> None:
-        """The chunk has ended so many tokens early."""
-        self.computed["decode"] -= tokens * self._token_work(turn)
-
-    def _token_work(self, turn: Turn) -> float:
-        """Operations of a token of each slot."""
-        layout, flops = self.layout, token_flops(self.arch)
-        slots = turn.shape.slots * layout.shards
-        keys = self._pages(turn) * layout.page_length + slots * layout.chunk
-        if layout.stretches:
-            keys = slots * (layout.page_length + turn.shape.stretch)
-        return slots * (flops.layers + flops.head) + keys * flops.pair
-
-    def _pages(self, turn: Turn) -> Any:
-        """Pages that are read in the mean layer."""
-        full, _, _, window = turn.pages
-        if self.gathers:
-            slots = turn.shape.slots * self.layout.shards
-            full, window = slots * self.layout.row_pages, slots * self.layout.reach
-        return token_flops(self.arch).mean(lambda kind: full if kind is None else window)
-
-    def take_work(self, needed: Mapping[str, float] | None = None) -> dict[str, Work]:
-        """Work by stage: what was computed since the last call, and what responses need of it."""
-        computed, self.computed = self.computed, dict.fromkeys(self.computed, 0.0)
-        return {stage: Work(operations, (needed or {}).get(stage, 0.0)) for stage, operations in computed.items()}
 
 
 class Outcome(Protocol):

@@ -202,8 +202,8 @@ class Shard:
         Each is granted a page for what comes after, if it needs one. Too few: younger rows give up theirs, and without
         younger ones a row waits without a slot.
         """
-        last = self.layout.chunk - 1
-        given = are_given(_numbers(row.number for row in self.live), _numbers(row.sampled + last for row in self.live))
+        ends = _numbers(row.sampled + self.layout.chunk - 1 for row in self.live)
+        given = are_given(_numbers(row.number for row in self.live), ends)
         found, young = list[KnownChunk](), list[int]()
         for row in [row for row, one in zip(self.live, given, strict=True) if one][: self.layout.reads[0]]:
             if row not in self.live:
@@ -214,9 +214,9 @@ class Shard:
             if not self._needs_page(row):
                 continue
             while not self._has_page(row) and self.live[-1] is not row:
-                last = self.live.pop()
-                granted.pop(last.number, None)
-                young.append(self._give_up(last))
+                youngest = self.live.pop()
+                granted.pop(youngest.number, None)
+                young.append(self._give_up(youngest))
             if self._has_page(row):
                 granted[row.number] = self._take(row)
             else:

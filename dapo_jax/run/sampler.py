@@ -24,9 +24,10 @@ from dapo_jax.parallel.mesh import platform
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
 from dapo_jax.rollout.engine import Engine, Pending
-from dapo_jax.rollout.layout import CHUNK, EngineSettings
+from dapo_jax.rollout.layout import EngineSettings
 from dapo_jax.rollout.responses import Request, StopRule
 from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.rollout.sizes import CHUNK
 from dapo_jax.run.episodes import Environments
 from dapo_jax.run.turns import Episodes, always, play
 

@@ -15,10 +15,12 @@ from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.parallel.devices import GIB, LIMITS, Limits
 from dapo_jax.parallel.gpus import GPUS
 from dapo_jax.preflight.rollout import KnownLengths
-from dapo_jax.rollout.layout import EngineSettings, Layout, choose_layout
+from dapo_jax.rollout.counting import Counting, Turn
+from dapo_jax.rollout.layout import EngineSettings, Layout
 from dapo_jax.rollout.lengths import LengthHistory
-from dapo_jax.rollout.queue import Counting, Queue, Turn
+from dapo_jax.rollout.queue import Queue
 from dapo_jax.rollout.shards import ALIVE
+from dapo_jax.rollout.sizes import choose_layout
 
 SAMPLES = 16  # of a prompt
 DTYPE = np.dtype(np.float16)  # of keys and values; as large as bfloat16

@@ -47,10 +47,11 @@ from dapo_jax.preflight.programs import step_programs
 from dapo_jax.preflight.report import read_shape
 from dapo_jax.rewards.reward_model import build_scores
 from dapo_jax.rewards.shaping import length_rewards, place_rewards, shape_rewards
-from dapo_jax.rollout.layout import Shape, cache_dtype, choose_layout
+from dapo_jax.rollout.layout import Shape, cache_dtype
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.sampling import SELECT, position_noise
+from dapo_jax.rollout.sizes import choose_layout
 from dapo_jax.run.passes import compute_dtype, passes
 from dapo_jax.run.sampler import page_attention
 from dapo_jax.run.settings import actor_settings, engine_settings

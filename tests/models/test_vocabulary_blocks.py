@@ -13,9 +13,9 @@ from dapo_jax.models.transformer import logits
 from dapo_jax.models.vocabulary_blocks import BLOCK, block_logits, with_whole_blocks
 from dapo_jax.models.vocabulary_blocks_gpu import block_sums
 from dapo_jax.preflight.hlo_costs import program_costs
-from dapo_jax.rollout.layout import choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
+from dapo_jax.rollout.sizes import choose_layout
 
 
 def tables(vocab_size, *, tied, size=6):

@@ -9,8 +9,9 @@ from small_policy import engine_settings
 
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.paged_attention_gpu import attend
-from dapo_jax.rollout.layout import EngineSettings, Layout, choose_layout
+from dapo_jax.rollout.layout import EngineSettings, Layout
 from dapo_jax.rollout.lengths import LengthHistory
+from dapo_jax.rollout.sizes import choose_layout
 
 LIMIT, GIB, SEVEN = 20480, 2.0**30, "Qwen2.5-7B"
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"

@@ -12,8 +12,8 @@ from small_policy import engine_settings
 from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
 from dapo_jax.models.paged_attention import attend_gathered
-from dapo_jax.rollout.layout import WIDEST_STEP, choose_layout, prompt_width, rungs, stretches_of
 from dapo_jax.rollout.lengths import LengthHistory
+from dapo_jax.rollout.sizes import WIDEST_STEP, choose_layout, prompt_width, rungs, stretches_of
 
 
 def test_buckets_are_few_and_close():

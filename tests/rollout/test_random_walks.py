@@ -10,7 +10,8 @@ from rollout.large_models import SEVEN, layout_of, settings_of
 from rollout.small_rollouts import assert_all_pages_are_free
 from shapes import ARCH
 
-from dapo_jax.rollout.queue import Counting, Queue
+from dapo_jax.rollout.counting import Counting
+from dapo_jax.rollout.queue import Queue
 from dapo_jax.rollout.shards import ENDED, WAITS
 
 DELAYS = 0, 0, 1, 3, 10  # chunks until an answer

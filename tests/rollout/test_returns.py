@@ -14,7 +14,8 @@ from rollout.test_windows import family
 from shapes import mesh_of
 
 from dapo_jax.learner.decode_weights import unstack_layers
-from dapo_jax.rollout.queue import Counting, needed_work
+from dapo_jax.rollout.counting import Counting
+from dapo_jax.rollout.queue import needed_work
 from dapo_jax.rollout.responses import Begun, Request
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 

@@ -11,8 +11,9 @@ from simulate_decoding import Prompts
 
 from dapo_jax.models.flops import token_flops
 from dapo_jax.preflight.rollout import walk_lengths
+from dapo_jax.rollout.counting import Counting, Opened
 from dapo_jax.rollout.layout import Layout, PrefillSize
-from dapo_jax.rollout.queue import Counting, Opened, needed_work, prefill_calls
+from dapo_jax.rollout.queue import needed_work, prefill_calls
 from dapo_jax.rollout.shards import Shard
 
 # Seconds by the same roofline of the wave engine that slots replaced, for responses of so many tokens each. It decoded

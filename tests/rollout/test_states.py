@@ -13,8 +13,8 @@ from dapo_jax.errors import InputError
 from dapo_jax.models.flops import token_flops
 from dapo_jax.models.gated_delta import state_bytes
 from dapo_jax.models.paged_attention import attend_gathered
-from dapo_jax.rollout.layout import choose_layout
 from dapo_jax.rollout.lengths import LengthHistory
+from dapo_jax.rollout.sizes import choose_layout
 
 TOLERANCE = 3e-4  # float32 in chunks of a sequence and token by token: transformers' own are as far from exact ones
 

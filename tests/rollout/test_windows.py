@@ -18,11 +18,12 @@ from dapo_jax.models.load import load_params
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.paged_attention_gpu import attend
 from dapo_jax.preflight.rollout import KnownLengths, walk_lengths
-from dapo_jax.rollout.layout import choose_layout
+from dapo_jax.rollout.counting import Counting
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
-from dapo_jax.rollout.queue import Counting, Queue, needed_work
+from dapo_jax.rollout.queue import Queue, needed_work
 from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.rollout.sizes import choose_layout
 
 DATA = Path(__file__).parents[1] / "models" / "data"
 NAMES = ["gemma3", "gemma2_softcap", "olmo3", "mistral_sliding"]
