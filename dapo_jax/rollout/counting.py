@@ -89,13 +89,10 @@ class Counting:
 
     def read(self, rows: int, known: Sequence[Sequence[KnownChunk]]) -> None:
         """Reads chunks of rows of each shard, at most `rows`."""
-        layout, flops = self.layout, token_flops(self.arch)
-        rows *= layout.shards
-        full, windows = rows * layout.row_pages, rows * layout.reach
-        if not self.gathers:
-            chunks = [one for of_shard in known for one in of_shard]
-            full, windows = sum(one.held for one in chunks), sum(len(one.seen) for one in chunks)
-        keys = layout.page_length * flops.mean(lambda window: full if window is None else windows)
+        layout, flops, rows = self.layout, token_flops(self.arch), rows * self.layout.shards
+        chunks = [one for of_shard in known for one in of_shard]
+        pages = self._mean_pages(rows, sum(one.held for one in chunks), sum(len(one.seen) for one in chunks))
+        keys = pages * layout.page_length
         self.computed["decode"] += layout.chunk * (rows * flops.layers + keys * flops.pair)
 
     def decode(self, turn: Turn) -> Any:
@@ -122,11 +119,13 @@ class Counting:
 
     def _pages(self, turn: Turn) -> Any:
         """Pages that are read in the mean layer."""
-        full, _, _, window = turn.pages
+        return self._mean_pages(turn.shape.slots * self.layout.shards, turn.pages.full, turn.pages.window)
+
+    def _mean_pages(self, rows: int, full: int, windowed: int) -> Any:
+        """Pages of `rows` that are read in the mean layer: those that they see, or all that their tables have."""
         if self.gathers:
-            slots = turn.shape.slots * self.layout.shards
-            full, window = slots * self.layout.row_pages, slots * self.layout.reach
-        return token_flops(self.arch).mean(lambda kind: full if kind is None else window)
+            full, windowed = rows * self.layout.row_pages, rows * self.layout.reach
+        return token_flops(self.arch).mean(lambda window: full if window is None else windowed)
 
     def take_work(self, needed: Mapping[str, float] | None = None) -> dict[str, Work]:
         """Work by stage: what was computed since the last call, and what responses need of it."""

@@ -158,10 +158,9 @@ def read(
     are recorded.
     """
     places = (reading.prompt_lengths - 1 + reading.sampled)[:, None] + jnp.arange(reading.tokens.shape[1])
-    cache, tokens = held.cache.opened_to_read(reading, arch), reading.tokens.reshape(-1)
-    given = cache.attend, params, tokens, places.reshape(-1), cache.carried, arch
-    _, layers, experts = transformer.decode(*given)
-    held = held.replace(cache=cache.closed(layers))  # pyright: ignore[reportAttributeAccessIssue]
+    attend, fed = held.cache.attend_to_read(reading, arch), (reading.tokens.reshape(-1), places.reshape(-1))
+    _, layers, experts = transformer.decode(attend, params, *fed, held.cache.layers, arch)
+    held = held.replace(cache=held.cache.replace(layers=layers))  # pyright: ignore[reportAttributeAccessIssue]
     if experts is not None:
         experts = experts.reshape(*reading.tokens.shape, *experts.shape[1:])
     return laid_out(held), _everywhere(_recorded(experts, choices))

@@ -6,6 +6,7 @@ chunk (shards.py). The tokens of a chunk go to a tail, which becomes a page in t
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,8 +120,8 @@ class Pages:
         fixed = [None if isinstance(held, States) else held for held in self.layers]
         return OpenedCache(fixed, [before(held) for held in self.layers], attend, closed)
 
-    def opened_to_read(self, reading: Reading, arch: Architecture) -> OpenedCache:
-        """As `opened`, for one step whose rows are the tokens of whole chunks; no layer has a state.
+    def attend_to_read(self, reading: Reading, arch: Architecture) -> Callable[..., Any]:
+        """For `transformer.decode` with `layers` as caches: rows are the tokens of chunks; no layer has a state.
 
         A chunk is written before its tokens see it, up to themselves. They read what is before it together, as rows
         with one prompt do.
@@ -154,7 +155,7 @@ class Pages:
             sharded = jax.shard_map(of_kind, in_specs=spec, out_specs=heads, check_vma=False)
             return sharded(query[:, 0], held, reading, sink)[:, None], held
 
-        return OpenedCache([], self.layers, attend, lambda layers: Pages(layers, self.chunk, self.attend))
+        return attend
 
     def _tail(self, rows: int, pages: jax.Array) -> jax.Array:
         """Tails of `rows` for such pages, in which there is nothing."""

@@ -147,7 +147,10 @@ class Shard:
                 self._done(number)
 
     def resume(self, number: int, known: int) -> None:
-        """A parked row goes on after its first `known` tokens; those since its last whole chunk are read again."""
+        """A parked row goes on after its first `known` tokens.
+
+        In its slot nothing is lost; otherwise it reads again what came after its last whole chunk, or begins again.
+        """
         row, length, chunk = self.parked.pop(number), self.layout.page_length, self.layout.chunk
         if row is not None and row.slot >= 0:
             row.sampled, row.returns = known, True

@@ -146,7 +146,7 @@ def gathered(parts: Parts) -> Iterator[Program]:
 
 
 def returning(parts: Parts) -> Iterator[Program]:
-    """A chunk with tokens that an environment has given, and whole pages of them."""
+    """A chunk with tokens that an environment has given, and whole chunks of them."""
     calls = engine_calls(parts, returns=True)
     yield "decode with given tokens", lambda: calls.lower_decode(calls.layout.first_shape)
     for rows in calls.layout.reads[:1]:

@@ -86,7 +86,7 @@ def test_kernels_that_read_a_prompt_once_draw_the_recorded_tokens(case):
     np.testing.assert_array_equal(np.where(found.mask, found.responses + 1, 0), expected)
 
 
-@pytest.mark.short("pages-{'chunk_length': 16, 'lookahead': 3", "stretches-{'lookahead': 3")
+@pytest.mark.short("pages-{'chunk_length': 16, 'lookahead': 3", "pages-{'chunk_length': 4", "stretches-{'lookahead': 3")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -94,6 +94,7 @@ def test_kernels_that_read_a_prompt_once_draw_the_recorded_tokens(case):
         {"chunk_length": 16, "lookahead": 1, "max_num_seqs": 24},
         {"lookahead": 3, "max_num_seqs": 7},
         {"chunk_length": 64, "max_num_seqs": 1000},
+        {"chunk_length": 4, "least_page": 16, "lookahead": 1, "max_num_seqs": 7},  # a page has four chunks
     ],
     ids=str,
 )
