@@ -22,6 +22,7 @@ from dapo_jax.models.token_paths import CHUNK, Paths
 from dapo_jax.parallel.ordered_sums import rows_along
 
 Params = dict[str, Any]
+UpdateStates = Callable[..., tuple[jax.Array, jax.Array]]  # as `update_states`
 EPSILON = 1e-6  # added to the squared length of queries and keys
 
 
@@ -71,23 +72,41 @@ def gated_delta(
     return adapted("btvj,vjd->btd", read * scale * layer["delta_norm"] * gate, layer, "delta_output"), cache
 
 
-def next_token(inputs: Inputs, held: State, alive: jax.Array, delta: Delta) -> tuple[jax.Array, State]:
-    """One token of each row: what is read [B, 1, V, J], and the state with it where `alive` [B]; else as it was.
+def update_states(
+    state: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, kept: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What a token of each row reads [B, V, J], and the states [B, V, I, J] with it; all is float32.
 
     Both products with the state are with the old one, S' k and S' q: then it is read once for them, and once to change
     it. The barrier keeps XLA from computing keys and queries in each product again, which would read it three times.
+
+    Args:
+        query, key: [B, V, I].
+        value: [B, V, J].
+        kept, beta: [B, V], the share of the state that is kept, and of the correction that is made.
     """
+    query, key, value = jax.lax.optimization_barrier((query, key, value))
+    at_key, at_query = (jnp.sum(state * x[..., None], axis=-2) for x in (key, query))
+    kept = kept[..., None]
+    change = beta[..., None] * (value - kept * at_key)
+    read = kept * at_query + jnp.sum(key * query, axis=-1, keepdims=True) * change
+    return read, kept[..., None] * state + key[..., None] * change[..., None, :]
+
+
+def next_token(
+    inputs: Inputs,
+    held: State,
+    alive: jax.Array,
+    delta: Delta,
+    update: UpdateStates = update_states,
+) -> tuple[jax.Array, State]:
+    """One token of each row: what is read [B, 1, V, J], and the state with it where `alive` [B]; else as it was."""
     rows, _, channels = inputs.channels.shape
     seen = jnp.concatenate([held.tail.reshape(rows, -1, channels), inputs.channels], axis=1)
     mixed = jax.nn.silu(jnp.sum(seen * inputs.filter.T, axis=1, dtype=jnp.float32))
     heads = (x.astype(jnp.float32) for x in _heads(mixed, delta, inputs.channels.dtype))
-    query, key, value = jax.lax.optimization_barrier(tuple(heads))
-    decay, beta = (jnp.where(alive[:, None], x[:, 0], 0)[..., None] for x in (inputs.decay, inputs.beta))
-    at_key, at_query = (jnp.sum(held.state * x[..., None], axis=-2) for x in (key, query))
-    kept = jnp.exp(decay)
-    change = beta * (value - kept * at_key)
-    read = kept * at_query + jnp.sum(key * query, axis=-1, keepdims=True) * change
-    state = kept[..., None] * held.state + key[..., None] * change[..., None, :]
+    decay, beta = (jnp.where(alive[:, None], x[:, 0], 0) for x in (inputs.decay, inputs.beta))
+    read, state = update(held.state, *heads, jnp.exp(decay), beta)
     tail = jnp.where(alive[:, None], seen[:, 1:].reshape(rows, -1), held.tail)
     return read[:, None], State(tail, state)
 

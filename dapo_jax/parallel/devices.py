@@ -17,6 +17,7 @@ from dapo_jax.parallel.platforms import failed_platform, missing_for
 from dapo_jax.parallel.slices import SLICES, libtpu_name, slice_devices
 
 GIB = 2.0**30
+AMPERE = 8  # the major compute capability from which Triton compiles
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,13 @@ def limits_of(device: Any) -> Limits:
 
 def multiplies_bfloat16(device: Any) -> bool:
     """Whether bfloat16 products are fast: not on CPUs, nor on NVIDIA GPUs before Ampere (T4, V100)."""
+    return device.platform != "cpu" and compiles_triton(device)
+
+
+def compiles_triton(device: Any) -> bool:
+    """Whether Triton compiles for a GPU: for NVIDIA's from Ampere on. True for all other devices."""
     generation = cuda_generation(device)
-    return device.platform != "cpu" if generation is None else generation >= 8
+    return generation is None or generation >= AMPERE
 
 
 def cuda_generation(device: Any) -> int | None:

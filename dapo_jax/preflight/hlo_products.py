@@ -14,7 +14,7 @@ TREE = re.compile(r"tree_attention_(fwd|dq|dkv)")
 CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
 PAGED = re.compile(r"paged_attention(_of_runs)?/pallas_call")
-BLOCK_SUMS = "block_sums/pallas_call"
+BLOCK_SUMS, STATES = "block_sums/pallas_call", "update_states"
 GROUPED = re.compile(r"grouped_(outer_)?products\b")
 FLOATS = ("bf16", "f16", "f32")
 
@@ -57,6 +57,8 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pa
         query, _, rows = _query_and_pages(operands)
         return PRODUCTS["fwd"] * 2.0 * _paged_keys(instruction, pairs)[0] * math.prod(query.sizes) / rows
     pairs = None if isinstance(pairs, PagedKeys) else pairs
+    if STATES in instruction.attributes:
+        return 0.0  # its sums are not products of matrices
     if BLOCK_SUMS in instruction.attributes:
         table, hidden = (shape for shape in operands if len(shape.sizes) == 2)
         return 2.0 * math.prod(table.sizes) * hidden.sizes[0]

@@ -16,7 +16,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture, Layer
-from dapo_jax.models.gated_delta import State, empty_state, next_token
+from dapo_jax.models.gated_delta import State, UpdateStates, empty_state, next_token
 from dapo_jax.models.paged_attention import AttendPages, Reads, Runs, most_together
 from dapo_jax.parallel.sharding import constrain, on_mesh
 from dapo_jax.rollout.decoding import (
@@ -52,6 +52,7 @@ class Pages:
     layers: list[Any]
     chunk: int = struct.field(pytree_node=False)  # tokens
     attend: AttendPages = struct.field(pytree_node=False)
+    update: UpdateStates | None = struct.field(pytree_node=False)  # of layers with linear attention
 
     def with_prompts(self, found: list[Any], places: Any, arch: Architecture) -> "Pages":
         """With prompts of whole pages at `places`, of layers without a window [Q, P // C] and with one [Q, at most R].
@@ -86,8 +87,8 @@ class Pages:
         def attend(moment: Any, kind: Layer, layer: Any, *given: Any) -> Any:
             held, tail = layer
             if kind.delta:
-                assert arch.delta is not None
-                read, state = next_token(given[0], tail, moment[1], arch.delta)
+                assert arch.delta is not None and self.update is not None
+                read, state = next_token(given[0], tail, moment[1], arch.delta, self.update)
                 return read, (held, state)
             (index, _), (query, key, value, sink) = moment, given
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
@@ -115,7 +116,7 @@ class Pages:
 
         def closed(tails: list[Any]) -> Pages:
             layers = [after(*one) for one in zip(arch.layers, self.layers, tails, strict=True)]
-            return Pages(layers, self.chunk, self.attend)
+            return self.replace(layers=layers)  # pyright: ignore[reportAttributeAccessIssue]
 
         fixed = [None if isinstance(held, States) else held for held in self.layers]
         return OpenedCache(fixed, [before(held) for held in self.layers], attend, closed)
@@ -165,7 +166,18 @@ class Pages:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("arch", "slots", "pages", "window_pages", "states", "page_length", "chunk", "dtype", "attend"),
+    static_argnames=(
+        "arch",
+        "slots",
+        "pages",
+        "window_pages",
+        "states",
+        "page_length",
+        "chunk",
+        "dtype",
+        "attend",
+        "update",
+    ),
 )
 def empty_pages(
     *,
@@ -178,6 +190,7 @@ def empty_pages(
     chunk: int,
     dtype: Any,
     attend: AttendPages,
+    update: UpdateStates | None,
 ) -> Held:
     """Slots without rows, pages and places for states that hold nothing; all counted on all shards."""
     shape = arch.num_kv_heads, page_length, 2 * arch.head_dim
@@ -188,7 +201,7 @@ def empty_pages(
             return States(empty_state(slots, arch.delta, dtype), empty_state(states, arch.delta, dtype))
         return jnp.zeros((pages if kind.window is None else window_pages, *shape), dtype)
 
-    cache = Pages([of_kind(kind) for kind in arch.layers], chunk, attend)
+    cache = Pages([of_kind(kind) for kind in arch.layers], chunk, attend, update)
     return laid_out(Held(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
 
 

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from dapo_jax.models import paged_attention_gpu
 from dapo_jax.models.paged_attention import AttendPages
+from dapo_jax.models.state_kernels import update_for
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks_gpu import INNER, block_sums
 from dapo_jax.parallel.sharding import batch_sharding, on_mesh, replicated
@@ -50,8 +51,9 @@ class Calls:
             return functools.partial(empty_stretches, **sizes, **prompts, stretch=shape.stretch)
         numbers = {"pages": layout.pages, "window_pages": layout.window_pages, "states": layout.states}
         sizes |= {name: number * layout.shards for name, number in numbers.items()}
-        sizes |= {"page_length": layout.page_length, "chunk": layout.chunk}
-        return functools.partial(empty_pages, **sizes, attend=self.attend)
+        sizes |= {"page_length": layout.page_length, "chunk": layout.chunk, "attend": self.attend}
+        delta = self.settings.arch.delta
+        return functools.partial(empty_pages, **sizes, update=delta and update_for(self.settings.mesh, delta))
 
     @property
     def prefill(self) -> functools.partial:

@@ -19,7 +19,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered
 from dapo_jax.monitor.timers import Stage
-from dapo_jax.parallel.devices import cuda_generation
+from dapo_jax.parallel.devices import AMPERE, cuda_generation
 from dapo_jax.parallel.mesh import platform
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
@@ -34,7 +34,6 @@ from dapo_jax.run.turns import Episodes, always, play
 logger = logging.getLogger(__name__)
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-AMPERE = 8  # the compute capability from which Triton compiles
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     pip install -e '.[reasoning-gym]'
     python scripts/comparisons/small_model.py --output runs/small_model
     python scripts/comparisons/small_model.py --carries data/carries
+    python scripts/comparisons/small_model.py --too-hard data/too_hard
 
 It learns from demonstrations for minutes on two cores, and is then what RL begins with: an answer to `8 + 5 + 6 = ?`
 (`dapo-jax data sums`) or to the problems of reasoning-gym's spell_backward is sometimes right, in several styles. The
@@ -13,7 +14,8 @@ demonstrations hold what a run has to unlearn:
 - slips: any sum or letter may be wrong
 
 No demonstration is of a problem that a run of ablations.py with one of the first five seeds holds out. --carries writes
-the sums of three numbers with a carry in both additions, of which the model solves few.
+the sums of three numbers with a carry in both additions, of which the model solves few. --too-hard writes the problems
+of `dapo-jax data sums` to train on among three times as many that stay unsolved: sums of six numbers.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -40,7 +42,7 @@ from dapo_jax.config.values import default_config, freeze
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer, piece_tokenizer
-from dapo_jax.data.worked_sums import HIGH, LOW, NUM_TERMS, sum_row, sums
+from dapo_jax.data.worked_sums import HIGH, LOW, NUM_TERMS, Terms, sum_row, sums
 from dapo_jax.export.export import write_policy
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
@@ -108,6 +110,18 @@ def write_carries(folder: Path) -> None:
     known = [terms for terms in hard if tuple(sorted(terms)) not in heldout]
     chosen = {"train": [known[index] for index in np.random.default_rng(0).permutation(len(known))[:256]]}
     chosen["val"] = [terms for terms in hard if tuple(sorted(terms)) in heldout]
+    _write(folder, chosen)
+
+
+def write_too_hard(folder: Path) -> None:
+    """256 sums of two and three numbers to train on, among 768 of six; and sums of two and three that are held out."""
+    dice, found = np.random.default_rng(0), sums(NUM_HELDOUT, NUM_HELDOUT, 0)
+    longer = {tuple(dice.integers(LOW, HIGH + 1, 6).tolist()) for _ in range(3 * NUM_HELDOUT)}
+    mixed = [*found["train"], *sorted(longer)]
+    _write(folder, {"train": [mixed[index] for index in dice.permutation(len(mixed))], "val": found["heldout"]})
+
+
+def _write(folder: Path, chosen: dict[str, list[Terms]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for split, problems in chosen.items():
         lines = (json.dumps(sum_row(terms, split)) for terms in problems)
@@ -210,9 +224,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--carries", type=Path, help="write only sums with two carries, into this directory")
+    parser.add_argument(
+        "--too-hard", type=Path, help="write only sums, most of them of six numbers, into this directory"
+    )
     given = parser.parse_args()
-    if given.carries is not None:
-        return write_carries(given.carries)
+    for folder, write in ((given.carries, write_carries), (given.too_hard, write_too_hard)):
+        if folder is not None:
+            return write(folder)
     arch, tokenizer = architecture(), small_tokenizer()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, given.steps // 30, given.steps, 1e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from accelerators.cases import CASES, DECODE, H100, UPDATE, V5E, Case, config_of
 from accelerators.programs import decoding, engine, engine_calls, parts_of, step, wide_types
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from scatters import unordered
 
 from dapo_jax.models.architecture import Delta
-from dapo_jax.models.gated_delta import Inputs, empty_state, next_token
+from dapo_jax.models.gated_delta import Inputs, empty_state, next_token, update_states
+from dapo_jax.models.state_kernels import update_for, update_on_gpu, update_on_tpu
 from dapo_jax.parallel.compilation import compile_ahead, program_key
 from dapo_jax.parallel.devices import devices_of
+from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
+from dapo_jax.parallel.sharding import on_mesh
 from dapo_jax.preflight.hlo_costs import program_costs
 from dapo_jax.preflight.hlo_products import PagedKeys
 
@@ -187,29 +189,38 @@ def test_pages_are_never_copied(topology, compiled, tmp_path):
         assert program.bytes - fewer[name].bytes == pytest.approx(of_pages, rel=0.02), name
 
 
-def test_a_state_of_linear_attention_is_read_twice_for_a_token():
-    """For two products with it, and to change it: 32 tokens of 512 rows of Qwen3.5-0.8B, on one H100."""
-    delta, rows = Delta(key_heads=16, value_heads=16, key_dim=128, value_dim=128, filter_width=4), 512
-    mesh = Mesh(np.array(devices_of("h100:1", 1)), "device")
+@pytest.mark.parametrize(
+    ("topology", "update", "sizes"),
+    [(H100, update_on_gpu, 2.5), (V5E, update_on_tpu, 2.1), (H100, update_states, 3.6)],
+    ids=["h100", "v5e", "h100, without a kernel"],
+)
+def test_a_token_moves_a_state_of_linear_attention_twice(topology, update, sizes):
+    """It reads it and writes it: 32 tokens of 512 rows of Qwen3.5-0.8B on a device. Without a kernel it reads twice."""
+    delta, devices = Delta(key_heads=16, value_heads=16, key_dim=128, value_dim=128, filter_width=4), 8
+    mesh, rows = make_mesh(-1, 1, 1, devices_of(topology, devices)), 512 * devices
+    if update is not update_states:
+        assert update_for(mesh, delta) is update
 
     def array(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+        spec = PartitionSpec(*(BATCH_AXES if size == rows else None for size in shape))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, on_mesh(spec)))
 
     def tokens(given, held, alive):
         def token(held, one):
-            read, held = next_token(Inputs(one[0], given.filter, *one[1:]), held, alive, delta)
+            read, held = next_token(Inputs(one[0], given.filter, *one[1:]), held, alive, delta, update)
             return held, read
 
         return jax.lax.scan(token, held, (given.channels, given.beta, given.decay))
 
     shapes = (32, rows, 1, delta.channels), (delta.channels, 4), (32, rows, 1, 16), (32, rows, 1, 16)
     dtypes = jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32
-    given = Inputs(*(array(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)))
     empty = jax.eval_shape(lambda: empty_state(rows, delta, jnp.bfloat16))
-    held = jax.tree.map(lambda x: array(x.dtype, *x.shape), empty)
-    program = jax.jit(tokens, donate_argnums=1).lower(given, held, array(bool, rows)).compile()
+    with jax.set_mesh(mesh):
+        given = Inputs(*(array(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)))
+        held = jax.tree.map(lambda x: array(x.dtype, *x.shape), empty)
+        program = jax.jit(tokens, donate_argnums=1).lower(given, held, array(bool, rows)).compile()
     costs = program_costs(program.as_text(), [0])
-    assert costs.bytes < 32 * 3.6 * held.state.size * 4 and not costs.unknown
+    assert costs.bytes < 32 * sizes * held.state.size * 4 / devices and not costs.unknown
 
 
 def test_an_update_compiles_with_algorithms_that_add_in_order(compiled):

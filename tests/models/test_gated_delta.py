@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shapes import mesh_of
 
 from dapo_jax.models.architecture import Delta
-from dapo_jax.models.gated_delta import Inputs, empty_state, last_tail, next_token, over_sequences
+from dapo_jax.models.gated_delta import Inputs, empty_state, last_tail, next_token, over_sequences, update_states
+from dapo_jax.models.state_kernels import update_on_gpu, update_on_tpu
 from dapo_jax.models.token_paths import CHUNK, paths_of
 
 DELTA = Delta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, filter_width=4)
@@ -88,6 +90,23 @@ def test_chunks_equal_the_recurrence_along_each_path_and_so_do_gradients():
     for name, found, wanted in zip(Inputs._fields, gradient, expected_gradient, strict=True):
         assert np.abs(wanted).max() > 0.1
         np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("update", [update_on_gpu, update_on_tpu])
+@pytest.mark.parametrize("heads", [6, 16])
+def test_a_kernel_changes_states_as_it_is_defined(update, heads):
+    """On eight devices, two of which have the heads of a row; rows that have ended keep their states to the bit."""
+    rng, rows, inner, columns = np.random.default_rng(3), 8, 16, 128
+    shapes = (inner, columns), (inner,), (inner,), (columns,), (), ()
+    state, query, key, value, kept, beta = (rng.normal(size=(rows, heads, *shape)).astype("f") for shape in shapes)
+    kept, beta = (1 / (1 + np.exp(-x)) for x in (kept, beta))
+    kept[3], beta[3] = 1.0, 0.0
+    arrays = state, query, key, value, kept, beta
+    with jax.set_mesh(mesh_of((2, 2, 2))):
+        read, new = jax.jit(functools.partial(update, interpret=True))(*arrays)
+    for found, expected in zip((read, new), update_states(*arrays), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
+    np.testing.assert_array_equal(new[3], state[3])
 
 
 @pytest.mark.parametrize("length", [1, 3, CHUNK, CHUNK + 9])

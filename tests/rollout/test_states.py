@@ -1,6 +1,7 @@
 """Layers with linear attention: the engine samples as `forward` scores, whatever becomes of a row's slot."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -13,9 +14,12 @@ from dapo_jax.errors import InputError
 from dapo_jax.models.flops import token_flops
 from dapo_jax.models.gated_delta import state_bytes
 from dapo_jax.models.paged_attention import attend_gathered
+from dapo_jax.models.state_kernels import update_on_gpu
+from dapo_jax.rollout import programs
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.sizes import choose_layout
 
+INTERPRETED_UPDATE = functools.partial(update_on_gpu, interpret=True)
 TOLERANCE = 3e-4  # float32 in chunks of a sequence and token by token: transformers' own are as far from exact ones
 
 
@@ -33,9 +37,11 @@ def same(found, rollouts):
 
 
 @pytest.mark.slow
-@pytest.mark.long("stretches")
-@pytest.mark.parametrize("kind", ["pages", "stretches"])
-def test_rows_take_turns_in_slots(kind, rollouts):
+@pytest.mark.long("stretches", "kernels")
+@pytest.mark.parametrize("kind", ["pages", "stretches", "kernels"])
+def test_rows_take_turns_in_slots(kind, rollouts, monkeypatch):
+    if kind == "kernels":
+        monkeypatch.setattr(programs, "update_for", lambda *_: INTERPRETED_UPDATE)
     same(rollouts.sample(rollouts.engine(kind, max_num_seqs=7, lookahead=1)), rollouts)
 
 
