@@ -78,6 +78,7 @@ def step_programs(
             free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),
             limits=Sampling.create(draws.temperature, draws.top_p, draws.top_k, draws.min_response_length).limits,
             returns=plays_episodes(config.environment),
+            stops=bool(draws.stop),
         )
     with jax.set_mesh(meshes.training):
         learning = list(builder.learning())

@@ -44,6 +44,7 @@ def plan_round(
     free_bytes: float,
     limits: bool = True,
     returns: bool = False,
+    stops: bool = False,
 ) -> RoundPlan:
     """The round of an engine that has sampled such responses before, with responses and prompts of these lengths.
 
@@ -58,10 +59,13 @@ def plan_round(
         free_bytes: on each device, before the first call.
         limits: `Sampling.limits` of the draws.
         returns: responses are episodes; none of these waits, and all of their tokens are the policy's.
+        stops: as in `choose_layout`.
     """
 
+    ends = {"returns": returns, "stops": stops}
+
     def planned(responses: np.ndarray, prompts: np.ndarray) -> RoundPlan:
-        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None, limits, returns)
+        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None, limits, ends)
 
     if not segment_length:
         return planned(response_lengths, prompt_lengths)
@@ -91,13 +95,13 @@ def _plan(
     free_bytes: float,
     max_tokens: int | None,
     limits: bool,
-    returns: bool,
+    ends: Mapping[str, bool],
 ) -> RoundPlan:
     history = LengthHistory(settings.max_response_length)
     history.add(responses.reshape(-1))
     (attend, _), samples = page_attention(settings), responses.shape[1]
     given = cache_dtype(weights), prompts, samples, history, free_bytes
-    layout = choose_layout(settings, attend, *given, max_tokens=max_tokens, returns=returns)
+    layout = choose_layout(settings, attend, *given, max_tokens=max_tokens, **ends)
     limit = max_tokens or settings.max_response_length
     counted, work = walk_lengths(
         settings.arch,

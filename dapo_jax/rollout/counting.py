@@ -53,7 +53,7 @@ class Turn(NamedTuple):
     shape: Shape
     rows: np.ndarray  # [b] response of each slot, -1 = none, or it waits
     sources: np.ndarray  # [b], also of rows that wait, or return
-    returned: np.ndarray  # [b] bool, the row returns to the slot that it has kept
+    skips: np.ndarray  # [b], of a row that returns to the slot that it has kept, tokens that it skips; -1 of others
     sampled: np.ndarray  # [b]
     table: np.ndarray  # [b, M]
     destinations: np.ndarray  # [b]

@@ -43,7 +43,7 @@ class OpenedCache(NamedTuple):
 
     fixed: list[Any]  # of each layer, what no token changes
     carried: list[Any]  # of each layer, what goes from token to token
-    # ((index of the token, rows [b] that have not ended), kind, (fixed, carried), ...), see transformer.decode
+    # ((index of the token, rows [b] that read it), kind, (fixed, carried), ...), see transformer.decode
     attend: Callable[..., Any]
     closed: Callable[[list[Any]], Any]  # what is carried in the end -> the cache after the chunk
 
@@ -75,6 +75,9 @@ class Plan:
     runs: Any = None  # of rows with one prompt, as in counting.Together; None for stretches
     given: Any = None  # [b, C] int32, tokens that are not drawn but taken as they are, -1 = drawn; None = all are drawn
     room: Any = None  # [b] int32, where tokens are given: after so many tokens of the chunk the row ends
+    # [b] int32, of a row that has waited in its slot, on pages: first tokens of the chunk, which it has read before.
+    # The page has their keys and values, the states have seen them, so nothing is read or drawn. -1 = it has not.
+    skips: Any = None
 
 
 @struct.dataclass
@@ -197,6 +200,8 @@ def decode(
         block_sums: a kernel for the logits, where `limits` is False, see vocabulary_blocks_gpu.py.
     """
     idle, begins = plan.numbers < 0, plan.sources < 0
+    if plan.skips is not None:
+        begins |= plan.skips >= 0
     keys = keys_of(seed, purpose, plan.numbers, plan.samples)
     tokens = jnp.where(begins, plan.first_tokens, taken(held.tokens, plan.sources))
     finished = before = idle | (~begins & taken(held.finished, plan.sources))
@@ -204,7 +209,8 @@ def decode(
 
     def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
         tokens, finished, carried = carry
-        attend = functools.partial(cache.attend, (index, ~finished))
+        reads = ~finished if plan.skips is None else ~finished & (index >= plan.skips)
+        attend = functools.partial(cache.attend, (index, reads))
         layers = list(zip(cache.fixed, carried, strict=True))
         places = plan.prompt_lengths - 1 + plan.sampled + index
         hidden, layers, experts = transformer.decode(attend, params, tokens, places, layers, arch)
@@ -219,8 +225,10 @@ def decode(
             given = plan.given[:, index]
             drawn, ended = jnp.where(given < 0, drawn, given), (ended & (given < 0)) | (index + 1 >= plan.room)
         drawn = jnp.where(finished, pad_id, drawn)
-        carry = drawn, finished | ended, [carried for _, carried in layers]
-        return carry, (drawn, ~finished, logprobs, _recorded(experts, choices))
+        carry, experts = (drawn, finished | ended, [carried for _, carried in layers]), _recorded(experts, choices)
+        if experts is not None and plan.skips is not None:
+            experts = jnp.where(reads[:, None, None], experts, -1)
+        return carry, (drawn, ~finished, logprobs, experts)
 
     def enough(index: jax.Array, carry: Any) -> jax.Array:
         waits = jnp.any(idle & (plan.sources >= 0))

@@ -80,11 +80,13 @@ class QueueDevices(Counting):
         """As `Counting`."""
         super().decode(turn)
         prompt_lengths, last_tokens, numbers, samples, started = self.rows[:, turn.rows]
-        begins, sources = (turn.rows >= 0) & (turn.sources < 0), turn.sources
-        for slot in np.flatnonzero((begins | turn.returned) & (turn.sampled > 0)).tolist():
+        begins, sources, skips = (turn.rows >= 0) & (turn.sources < 0), turn.sources, None
+        for slot in np.flatnonzero((begins | (turn.skips >= 0)) & (turn.sampled > 0)).tolist():
             last_tokens[slot] = self.responses.tokens_of(turn.rows[slot])[turn.sampled[slot] - 1]
         if self.layout.stretches:
             sources = self._with_stretches(turn, begins)
+        elif self.layout.keeps_slots:
+            skips = turn.skips
         given, room = self._given(turn) if self.layout.returns else (None, None)
         plan = Plan(
             sources=sources,
@@ -101,6 +103,7 @@ class QueueDevices(Counting):
             runs=turn.runs,
             given=given,
             room=room,
+            skips=skips,
         )
         program = self.programs.get(*self._program(turn.shape))
         self.held, chunk = program(
@@ -139,7 +142,7 @@ class QueueDevices(Counting):
         if begins.any():
             self.held = begun(self.held, self._put(begins), self._put(turn.table[:, 0]))
         slots = np.tile(np.arange(turn.shape.slots, dtype=np.int32), self.layout.shards)
-        return np.where((turn.sources < 0) | turn.returned, -1, slots)
+        return np.where((turn.sources < 0) | (turn.skips >= 0), -1, slots)
 
     def _given(self, turn: Turn) -> tuple[np.ndarray, np.ndarray]:
         """[b, C] tokens of responses that are known already, -1 = none: a row that returns reads them; and `room`."""

@@ -159,7 +159,8 @@ class Engine:
         given = cache_dtype(request.params), request.prompt_lengths, request.num_samples
         counts = {"num_prompts": request.num_prompts, "max_tokens": request.max_tokens}
         known = self.learnt.history(request.purpose), self.learnt.free_memory()
-        return choose_layout(self.settings, self.attend, *given, *known, **counts, returns=request.waits is not None)
+        ends = {"returns": request.waits is not None, "stops": request.stop is not None}
+        return choose_layout(self.settings, self.attend, *given, *known, **counts, **ends)
 
     def _devices(self, request: Request) -> QueueDevices:
         """Those that work off the queue of a request, new ones unless it is open."""

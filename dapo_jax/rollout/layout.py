@@ -69,6 +69,7 @@ class Layout:
     states: int = 0  # of a shard, with place 0, for prompts' states; 0 = no layer has states, or stretches
     together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row
     returns: bool = False  # rows may wait for tokens that the policy does not write, and return
+    keeps_slots: bool = False  # rows that wait keep their slots, with their stretches or states
     reads: tuple[int, ...] = ()  # rows of a shard that read a chunk of these tokens at once, descending; () = none
 
     @property
@@ -106,12 +107,12 @@ class Layout:
 
     def own_pages(self, limit: int) -> int:
         """Pages of a response of `limit` tokens."""
-        return 0 if self.stretches else own_pages(limit, self.chunk, self.page_length)
+        return 0 if self.stretches else own_pages(limit, self.chunk, self.page_length, self.keeps_slots)
 
 
-def own_pages(limit: int, chunk: int, page_length: int) -> int:
-    """Pages of a response of `limit` tokens, in chunks of which the last is never read."""
-    kept = max(limit - 1, 0) // chunk * chunk
+def own_pages(limit: int, chunk: int, page_length: int, keeps_slots: bool) -> int:
+    """Pages of a response of `limit` tokens, in chunks of which the last is read only if a row goes on inside of it."""
+    kept = limit if keeps_slots else max(limit - 1, 0) // chunk * chunk
     return -(-kept // page_length)
 
 

@@ -90,8 +90,11 @@ class Pages:
                 assert arch.delta is not None and self.update is not None
                 read, state = next_token(given[0], tail, moment[1], arch.delta, self.update)
                 return read, (held, state)
-            (index, _), (query, key, value, sink) = moment, given
+            (index, is_read), (query, key, value, sink) = moment, given
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
+            if plan.skips is not None:
+                there = jax.lax.dynamic_slice_in_dim(tail, index, 1, axis=2)
+                new = jnp.where(is_read[:, None, None, None], new, there)
             tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
             reads = Reads(plan.table, starts, ends, runs)
             if kind.window is not None:
@@ -112,7 +115,10 @@ class Pages:
             if isinstance(held, States):
                 rows = jax.tree.map(lambda x: taken(x, plan.sources), held.rows)
                 return states_at(rows, held.prompts, plan.sources < 0, plan.places)
-            return laid_out(self._tail(len(plan.numbers), held))
+            tail = laid_out(self._tail(len(plan.numbers), held))
+            if plan.skips is None:
+                return tail
+            return tail.at[:, :, : self.chunk].set(_chunk_at(held, plan.destinations, plan.sampled, self.chunk))
 
         def closed(tails: list[Any]) -> Pages:
             layers = [after(*one) for one in zip(arch.layers, self.layers, tails, strict=True)]
@@ -226,6 +232,18 @@ def _put_chunk(held: jax.Array, new: jax.Array, places: jax.Array, sampled: jax.
     """`held` with chunks [b, K, c, 2H] that follow `sampled` [b] tokens of rows, in the pages `places` [b]."""
     length, chunk = held.shape[2], new.shape[2]
     return _put(held, new, places, None if chunk == length else sampled % length // chunk)
+
+
+def _chunk_at(held: jax.Array, places: jax.Array, sampled: jax.Array, chunk: int) -> jax.Array:
+    """What `_put_chunk` has put there, [b, K, c, 2H]."""
+
+    def local(held: jax.Array, places: jax.Array, parts: jax.Array) -> jax.Array:
+        divided = held.reshape(*held.shape[:2], -1, chunk, held.shape[3])
+        return divided[places, :, parts]
+
+    heads, rows = on_mesh((HEADS, ROWS))
+    parts = sampled % held.shape[2] // chunk
+    return jax.shard_map(local, in_specs=(heads, rows, rows), out_specs=heads)(held, places, parts)
 
 
 def _put(held: jax.Array, pages: jax.Array, places: jax.Array, parts: jax.Array | None = None) -> jax.Array:

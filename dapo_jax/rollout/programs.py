@@ -108,6 +108,7 @@ class Calls:
         row, table = self._rows(used), self._rows(used, layout.row_pages)
         windows = Seen(self._rows(used, layout.reach), row, row) if layout.reach else None
         given = (self._rows(used, layout.chunk), row) if layout.returns else (None, None)
+        given += (row,) if layout.keeps_slots and not layout.stretches else ()
         runs = Together(row, row) if layout.together else None
         states = row if layout.states else None
         plan = Plan(row, row, row, row, row, row, row, table, row, states, windows, runs, *given)

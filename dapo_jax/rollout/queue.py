@@ -158,7 +158,7 @@ class Queue:
         most = max(len(shard.live) + len(shard.holding) for shard in self.shards)
         slots = min(size for size in layout.ladder if size >= most)
         used = slots * layout.shards
-        rows, sources, returned = np.full(used, -1), np.full(used, -1, np.int32), np.zeros(used, bool)
+        rows, (sources, skips) = np.full(used, -1), np.full((2, used), -1, np.int32)
         sampled, destinations, states, first, window_destinations = np.zeros((5, used), np.int32)
         table, seen = np.zeros((used, layout.row_pages), np.int32), np.zeros((used, layout.reach), np.int32)
         runs = Together(*np.zeros((2, used), np.int32)) if layout.together else None
@@ -166,27 +166,26 @@ class Queue:
         for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
             live, holding = shard.live, shard.holding
             places = _places([*live, *holding], slots)
-            for slot, row in zip(places[len(live) :], holding, strict=True):
-                place = index * slots + slot  # whatever is written there comes after what the row has drawn
-                sources[place], sampled[place], row.slot = row.slot, row.sampled, slot
             if runs is not None:
-                live, places = sorted(shard.live, key=lambda row: row.number), list(range(len(shard.live)))
+                live, places = sorted(live, key=lambda row: row.number), list(range(len(live) + len(holding)))
                 for number, (begin, length) in enumerate(_runs(live, layout), index * slots):
                     runs.firsts[number], runs.lengths[number] = begin, length
                     run_pages += live[begin].prompt_pages
+            for slot, row in zip(places[len(live) :], holding, strict=True):
+                place = index * slots + slot  # whatever is written there comes after what the row has drawn
+                sources[place], sampled[place], row.slot = row.slot, row.sampled, slot
             for slot, row in zip(places[: len(live)], live, strict=True):
                 place, held, longest = index * slots + slot, shard.held(row), max(longest, row.sampled)
                 rows[place], sources[place], sampled[place] = row.number, row.slot, row.sampled
-                returned[place], states[place] = row.returns, row.state
+                skips[place], states[place] = row.skips, row.state
                 table[place], seen[place, : len(row.seen)] = row.table, row.seen
                 first[place] = held - len(row.seen)
                 pages, window_pages = pages + held, window_pages + len(row.seen)
                 prompt_pages += row.prompt_pages
-                new = given.get(row.number, Granted())
-                destinations[place], window_destinations[place] = new
-                if not layout.stretches and row.sampled % layout.page_length:
-                    destinations[place] = row.table[held - 1]
-                    window_destinations[place] = row.seen[-1] if layout.reach else 0
+                new, at = given.get(row.number, Granted()), row.sampled // layout.page_length
+                if not layout.stretches and at < len(row.pages):
+                    destinations[place] = row.pages[at]
+                    window_destinations[place] = new.window_page or (row.seen[-1] if layout.reach else 0)
                 shard.advance(row, slot, new)
         self._stretch = max(self._stretch, longest - layout.prefilled + layout.chunk)
         longest = max(layout.stretches, default=0)
@@ -195,7 +194,7 @@ class Queue:
         read = PagesSeen(pages, prompt_pages, run_pages, window_pages)
         shape = Shape(slots, self._stretch)
         places = states if layout.states else None
-        return Turn(shape, rows, sources, returned, sampled, table, destinations, places, windows, runs, read)
+        return Turn(shape, rows, sources, skips, sampled, table, destinations, places, windows, runs, read)
 
 
 def _places(live: Sequence[Row], slots: int) -> list[int]:

@@ -59,7 +59,7 @@ class Row:
     sampled: int  # tokens that are drawn or being drawn
     state: int = 0  # the place of its prompt's states
     slot: int = -1  # in the last chunk; it stays there while the ladder has it
-    returns: bool = False  # to this slot, after tokens that the policy has not written
+    skips: int = -1  # of the next chunk, tokens read before it waited in this slot; -1 = it has not waited there
     pages: list[int] = field(default_factory=list)  # its own
     seen: list[int] = field(default_factory=list)  # pages that a window sees, the newest last: its prompt's, its own
     window_pages: list[int] = field(default_factory=list)  # of those its own, with that of the chunk being decoded
@@ -88,7 +88,7 @@ class Shard:
 
     @property
     def holding(self) -> list[Row]:
-        """Parked rows that keep their slot: with it they would lose their stretch."""
+        """Parked rows that keep their slot: with it they would lose their stretch, or their states."""
         return [row for row in self.parked.values() if row is not None and row.slot >= 0]
 
     @property
@@ -149,11 +149,13 @@ class Shard:
     def resume(self, number: int, known: int) -> None:
         """A parked row goes on after its first `known` tokens.
 
-        In its slot nothing is lost; otherwise it reads again what came after its last whole chunk, or begins again.
+        In its slot nothing is lost, and on pages it goes on inside of the chunk that it was in. Otherwise it reads
+        again what came after its last whole chunk, or begins again.
         """
         row, length, chunk = self.parked.pop(number), self.layout.page_length, self.layout.chunk
         if row is not None and row.slot >= 0:
-            row.sampled, row.returns = known, True
+            row.skips = 0 if self.layout.stretches else known % chunk
+            row.sampled = known - row.skips
             self.live.append(row)
             return
         if row is None or known < chunk:
@@ -238,18 +240,18 @@ class Shard:
             if self.layout.reach:
                 row.seen.append(granted.window_page)
                 del row.seen[: -self.layout.reach]
-        row.slot, row.sampled, row.returns = slot, row.sampled + self.layout.chunk, False
+        row.slot, row.sampled, row.skips = slot, row.sampled + self.layout.chunk, -1
 
     def take_back(self, tokens: int) -> None:
         """The last chunk has ended so many tokens early."""
         for row in self.live:
-            row.sampled -= 0 if row.returns else tokens
+            row.sampled -= 0 if row.skips >= 0 else tokens
 
     def _needs_page(self, row: Row) -> bool:
-        """Whether a row's pages are full, and it may draw more after its next chunk."""
-        if self.layout.stretches or row.sampled % self.layout.page_length:
+        """Whether a row's pages are full, and what its next chunk adds may be read later."""
+        if self.layout.stretches or row.sampled < len(row.pages) * self.layout.page_length:
             return False
-        return row.sampled + self.layout.chunk < self.limits[row.number]
+        return self.layout.keeps_slots or row.sampled + self.layout.chunk < self.limits[row.number]
 
     def _has_page(self, row: Row) -> bool:
         """Whether a page is free for a row, once rows without a slot have given up theirs, the last to wait first."""
@@ -282,13 +284,11 @@ class Shard:
         return Granted(row.pages[-1], own[-1])
 
     def _park(self, row: Row) -> None:
-        """A row keeps its stretch, and so its slot; or its pages without a slot.
-
-        If states have gone with the slot, it begins again.
-        """
+        """A row keeps its slot, or its pages without a slot; if states have gone with the slot, it begins again."""
         self.parked[row.number] = row
-        if not self.layout.stretches:
-            row.slot = -1
+        if self.layout.keeps_slots:
+            return
+        row.slot = -1
         if self.layout.states:
             self._free(row)
             self.parked[row.number] = None

@@ -17,7 +17,7 @@ from dapo_jax.rollout.lengths import LengthHistory
 ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is not faster
 CPU_CHUNK, CHUNK = 16, 32  # tokens of a chunk on CPUs and elsewhere, where none is set
 LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens ...
-EPISODE_CHUNK = 16  # ... and in episodes
+EPISODE_CHUNK, HELD_CHUNK = 16, 8  # ... and in episodes, where rows that wait give up their slots, or keep them
 LISTED = 2**17  # pages that a call which reads chunks may list: half of the 1 MiB that a TPU has for such numbers
 EPISODES = 16  # of a shard that have slots on a CPU, if there are so many; of more, half
 WIDEST_STEP = 512  # tokens between two stretches
@@ -43,6 +43,7 @@ def choose_layout(
     num_prompts: int | None = None,
     max_tokens: int | None = None,
     returns: bool = False,
+    stops: bool = False,
 ) -> Layout:
     """The sizes of a queue: as many slots as max_num_seqs, or else the memory and earlier lengths, allow.
 
@@ -55,6 +56,7 @@ def choose_layout(
         num_prompts: of the queue; None = Q.
         max_tokens: most to draw for a response; None = max_response_length.
         returns: as in Layout.
+        stops: turns may end before what a device has drawn, by a stop rule.
 
     Raises:
         InputError: the memory does not hold the pages of the longest response.
@@ -70,7 +72,8 @@ def choose_layout(
     if attend is None:
         return _of_stretches(sizes, returns)
     gathers, mean_prompt = attend is attend_gathered, float(np.mean(prompt_lengths))
-    return _of_pages(sizes, history, mean_prompt, gathers=gathers, returns=returns)
+    keeps_slots = returns and bool(arch.delta) and arch.window is None and not stops
+    return _of_pages(sizes, history, mean_prompt, gathers=gathers, returns=returns, keeps_slots=keeps_slots)
 
 
 class _Sizes(NamedTuple):
@@ -122,7 +125,8 @@ def _of_stretches(sizes: _Sizes, returns: bool) -> Layout:
     prompts = 2 + -(-slots // num_samples) + max(at_once // 2, 4 // num_samples, 1) + 2 * at_once
     prefill = PrefillSize(width, min(at_once, -(-sizes.rows // num_samples)))
     ladder = rungs(slots, slots.bit_length(), least=1)
-    return Layout(num_samples, sizes.shards, ladder, prompts, width, chunk, 1, (prefill,), stretches, returns=returns)
+    held = prompts, width, chunk, 1, (prefill,), stretches
+    return Layout(num_samples, sizes.shards, ladder, *held, returns=returns, keeps_slots=returns)
 
 
 def stretches_of(tokens: int, chunk: int) -> tuple[int, ...]:
@@ -151,7 +155,9 @@ class _Pages(NamedTuple):
         return 1 + slots * self.own + (slots + waiting) * self.prompt
 
 
-def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool, returns: bool) -> Layout:
+def _of_pages(
+    sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool, returns: bool, keeps_slots: bool
+) -> Layout:
     """As many slots as `_slots` says. A page has the tokens of a chunk, or of several.
 
     Without decode_chunk_length a page has 32 tokens, with which few are drawn after the end of a short response, and 64
@@ -162,11 +168,16 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     settings, drawn, arch = sizes.settings, sizes.drawn, sizes.settings.arch
     chosen = settings.chunk_length or (LONG_CHUNK if drawn >= LONG else CHUNK)
     length = min(max(chosen, settings.least_page), max(1 << (drawn - 1).bit_length(), settings.least_page))
-    chunk = settings.chunk_length or (EPISODE_CHUNK if returns else length)
+    of_episodes = HELD_CHUNK if keeps_slots else EPISODE_CHUNK
+    chunk = settings.chunk_length or (of_episodes if returns else length)
     divided = chunk < length and (returns or arch.window is None)
     chunk = max(1 << chunk.bit_length() - 1, settings.least_chunk) if divided else length
     prefills = _prefills(sizes, length)
-    prompt, own, of_layer = prefills[-1].width // length, own_pages(drawn, chunk, length), length * sizes.token_bytes
+    prompt, own, of_layer = (
+        prefills[-1].width // length,
+        own_pages(drawn, chunk, length, keeps_slots),
+        length * sizes.token_bytes,
+    )
     row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
     # A chunk inside a page sees one page more; so it stays when a row goes back to a chunk that had begun a page.
     reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1) + returns, max(row_pages, 1))
@@ -201,7 +212,7 @@ def _of_pages(sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gath
     fitting = slots // chunk if gathers else LISTED // (chunk * row_pages)
     most = max(min(sizes.at_once(chunk), slots, fitting), 1) if keeps else 0
     reads = tuple(dict.fromkeys([1 << step for step in range(most.bit_length() - 1, 0, -2)] + [1])) if most else ()
-    return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together, returns, reads)
+    return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together, returns, keeps_slots, reads)
 
 
 def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -> int:

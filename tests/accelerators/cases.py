@@ -47,7 +47,12 @@ GEMMA = {**WINDOW, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "t
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 DELTA = {
     **{"num_hidden_layers": 5, "full_attention_interval": 2, "head_dim": 256},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
 }
 SIZES = {  # of a family, where they are not Llama's
     "qwen3": {"head_dim": 128},
@@ -185,6 +190,7 @@ CASES = [
     Case("engine, chunks that no kernel takes, float32", of.gathered, {**FLOAT32, "rollout.decode_chunk_length": 127}),
     Case("responses that return", of.returning, both=True),
     Case("responses that return, Gemma 3", of.returning, family="gemma3_text"),
+    Case("responses that return, Qwen3.5", of.returning, family="qwen3_5_text"),
     Case("responses continued", of.continued),
     Case("responses continued, Gemma 3", of.continued, family="gemma3_text"),
     Case("experts without tensor", step("prefill", DECODE, "actor"), ALONE_ON_8, family="qwen3_moe"),

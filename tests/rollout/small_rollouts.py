@@ -193,6 +193,7 @@ def assert_all_pages_are_free(queue: Queue) -> None:
         assert sorted(shard.free) == list(range(1, queue.layout.pages)) and not shard.prompts and not shard.left
         assert not shard.parked and not shard.returning
         assert sorted(shard.free_windows) == list(range(1, queue.layout.window_pages))
+        assert sorted(shard.free_states) == list(range(1, queue.layout.states))
 
 
 @functools.cache

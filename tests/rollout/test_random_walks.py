@@ -1,4 +1,7 @@
-"""Random episodes through queues with few pages: what each chunk sees of a row's pages is what was written there."""
+"""Random episodes through queues with few pages: what each chunk sees of a row's pages is what was written there.
+
+Where layers have states, those of a row's slot have seen all that comes before the tokens that it reads.
+"""
 
 import dataclasses
 from collections import Counter
@@ -10,10 +13,12 @@ from rollout.large_models import SEVEN, layout_of, settings_of
 from rollout.small_rollouts import assert_all_pages_are_free
 from shapes import ARCH
 
+from dapo_jax.models.architecture import Delta
 from dapo_jax.rollout.counting import Counting
 from dapo_jax.rollout.queue import Queue
 from dapo_jax.rollout.shards import ENDED, WAITS
 
+DELTA = Delta(key_heads=1, value_heads=1, key_dim=8, value_dim=8, filter_width=4)
 DELAYS = 0, 0, 1, 3, 10  # chunks until an answer
 SEEDS = 80
 
@@ -24,6 +29,8 @@ class Written(Counting):
     def __init__(self, layout, queue, window):
         super().__init__(ARCH, layout)
         self.queue, self.window, self.places, self.of_windows = queue, window, {}, {}
+        self.states = {}  # slot -> (row, tokens of its response that its states have seen)
+        self.skipped = 0
 
     def prefill(self, size, opened):
         for prompt, shard, pages, window_pages, _ in opened:
@@ -49,8 +56,26 @@ class Written(Counting):
             given = one.table, one.seen, one.held - len(one.seen)
             self.assert_sees(shard, one.row, one.sampled, *given, more=self.layout.chunk)
 
+    def see(self, turn, ends):
+        """What rows have in their states after a chunk, each at most until its turn ends."""
+        slots, chunk, found = turn.shape.slots, self.layout.chunk, {}
+        for slot in np.flatnonzero(turn.sources >= 0).tolist():
+            found[slot] = self.states[slot // slots, int(turn.sources[slot])]
+        for slot in np.flatnonzero(turn.rows >= 0).tolist():
+            row, sampled, skips = int(turn.rows[slot]), int(turn.sampled[slot]), int(turn.skips[slot])
+            if skips > 0:
+                self.skipped += skips
+                length, page = self.layout.page_length, int(turn.destinations[slot])
+                for token in range(sampled, sampled + skips):
+                    assert self.places[slot // slots, page, token % length] == (("row", row), token)
+            assert found.get(slot, (row, 0)) == (row, sampled + max(skips, 0))
+            found[slot] = row, min(sampled + chunk, int(ends[row]))
+        self.states = {(slot // slots, slot % slots): seen for slot, seen in found.items()}
+
     def decode(self, turn):
         slots, windows, written = turn.shape.slots, turn.windows, Counter()
+        if self.layout.states:
+            self.see(turn, self.ends)
         for slot in np.flatnonzero(turn.rows >= 0).tolist():
             seen, first = (windows.table[slot], int(windows.first[slot])) if self.window else ([], 0)
             given = slot // slots, int(turn.rows[slot]), int(turn.sampled[slot])
@@ -63,6 +88,7 @@ class Written(Counting):
                 written[shard, page] += 1
             else:
                 assert sampled + self.layout.chunk >= self.queue.limits[row], "what this chunk adds is read later"
+                assert not self.layout.keeps_slots
             if self.window and page:
                 self.write(self.of_windows, shard, windows.destinations[slot], ("row", row), sampled)
         assert max(written.values(), default=1) == 1
@@ -97,23 +123,24 @@ def episode(rng, limit, chunk):
         left -= said
 
 
-@pytest.mark.parametrize("windows", [False, True])
-def test_rows_see_their_own_tokens_and_all_end(windows):
-    given_up = 0
+@pytest.mark.parametrize("kind", ["alike", "windows", "states"])
+def test_rows_see_their_own_tokens_and_all_end(kind):
+    given_up, skipped, windows = 0, 0, kind == "windows"
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)
         chunk, window = int(rng.choice([2, 4, 8])), int(rng.integers(2, 40)) if windows else None
         limit, samples, shards = int(rng.integers(20, 120)), int(rng.choice([1, 2, 4])), int(rng.choice([1, 1, 2]))
         slots, lengths = int(rng.choice([2, 4, 8, 16])), rng.integers(1, 40, int(rng.integers(2, 6)))
         layer = ARCH.pattern[0]
-        pattern = (dataclasses.replace(layer, window=window), layer) if windows else ARCH.pattern
+        pattern = (dataclasses.replace(layer, window=window, delta=kind == "states"), layer)[kind == "alike" :]
+        arch = dataclasses.replace(ARCH, pattern=pattern, delta=DELTA if kind == "states" else None)
         sizes = {
             "chunk_length": chunk,
             "least_page": int(chunk * rng.choice([1, 2, 4])),
             "max_num_seqs": slots * shards,
         }
         sizes |= {"max_prompt_length": 64, "max_response_length": limit}
-        settings = settings_of(SEVEN, (shards, 1), arch=dataclasses.replace(ARCH, pattern=pattern), **sizes)
+        settings = settings_of(SEVEN, (shards, 1), arch=arch, **sizes)
         layout = layout_of(settings, lengths, samples, dtype=np.float32, returns=True)
         least = 1 + layout.prompt_pages(int(lengths.max())) + layout.own_pages(limit)
         pages = min(layout.pages, least + int(rng.integers(0, 12)))
@@ -122,6 +149,7 @@ def test_rows_see_their_own_tokens_and_all_end(windows):
         episodes = [episode(rng, int(most), chunk) for most in limits]
         queue, outcome, delay = Queue(layout), KnownEpisodes(layout, episodes), int(rng.choice(DELAYS))
         devices = Written(layout, queue, window)
+        devices.ends = outcome.ends
         queue.add(lengths, limits)
         for _ in range(2000):
             if not queue.step(devices, outcome) and WAITS not in outcome.state:
@@ -130,5 +158,5 @@ def test_rows_see_their_own_tokens_and_all_end(windows):
         assert (outcome.state == ENDED).all(), f"seed {seed}: rows take their pages from each other forever"
         assert outcome.known.tolist() == [sum(own + (said or 0) for own, said in turns) for turns in episodes]
         assert_all_pages_are_free(queue)
-        given_up += sum(shard.given_up for shard in queue.shards)
-    assert given_up > SEEDS
+        given_up, skipped = given_up + sum(shard.given_up for shard in queue.shards), skipped + devices.skipped
+    assert given_up > SEEDS and (skipped > SEEDS) == (kind == "states")

@@ -3,19 +3,23 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
-from rollout.small_rollouts import FREE, assert_all_pages_are_free, assert_same, queues_of
+from rollout.small_rollouts import FREE, PAD, SAMPLES, assert_all_pages_are_free, assert_same, queues_of
 from rollout.test_returns import played
 from rollout.test_windows import LENGTHS, family
 from shapes import mesh_of
 
+from dapo_jax.data.padding import pad_prompts
 from dapo_jax.errors import InputError
 from dapo_jax.models.flops import token_flops
 from dapo_jax.models.gated_delta import state_bytes
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.state_kernels import update_on_gpu
+from dapo_jax.models.transformer import prefill
 from dapo_jax.rollout import programs
+from dapo_jax.rollout.counting import Counting
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.sizes import choose_layout
 
@@ -49,8 +53,7 @@ def test_rows_take_turns_in_slots(kind, rollouts, monkeypatch):
 def test_rows_given_up_draw_the_same_tokens_again(rollouts, monkeypatch):
     queues = queues_of(monkeypatch, 28)
     same(rollouts.sample(rollouts.engine("pages", lookahead=1)), rollouts)
-    shard = queues[0].shards[0]
-    assert shard.given_up > 5 and sorted(shard.free_states) == list(range(1, queues[0].layout.states))
+    assert queues[0].shards[0].given_up > 5
     assert_all_pages_are_free(queues[0])
 
 
@@ -61,12 +64,71 @@ def test_devices_share_the_rows(kind, rollouts):
     same(rollouts.sample(rollouts.engine(kind, mesh_of((2, 2, 2)), max_num_seqs=16, lookahead=1)), rollouts)
 
 
+def turns_of_queues(monkeypatch):
+    """What devices do from now on, chunk by chunk."""
+    decode, found = Counting.decode, []
+    monkeypatch.setattr(Counting, "decode", lambda devices, turn: (found.append(turn), decode(devices, turn))[1])
+    return found
+
+
+def times_begun(turns):
+    return sum(int(((turn.rows >= 0) & (turn.sources < 0)).sum()) for turn in turns)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pages", "stretches"])
-def test_rows_that_wait_keep_their_state_or_are_read_again(kind, rollouts):
-    found, turns = played(kind, rollouts=rollouts, max_num_seqs=7, delay=3, least_page=16)
-    assert turns.sum() > 20
+@pytest.mark.long("pages-16", "eight")
+@pytest.mark.parametrize(
+    ("kind", "chunk", "shape"),
+    [
+        pytest.param("pages", 8, (1, 1, 1), id="pages-16"),
+        pytest.param("pages", 4, (1, 1, 1), id="pages-4"),
+        pytest.param("stretches", 30, (1, 1, 1), id="stretches"),
+        pytest.param("pages", 8, (2, 2, 2), id="eight"),
+    ],
+)
+def test_rows_that_wait_keep_their_slots_and_states(kind, chunk, shape, rollouts, monkeypatch):
+    """On pages they go on inside of a chunk."""
+    chunks = turns_of_queues(monkeypatch)
+    sizes = {"max_num_seqs": 7 * shape[0] * shape[1], "delay": 3, "least_page": 16, "chunk_length": chunk}
+    found, turns = played(kind, mesh_of(shape), rollouts=rollouts, **sizes)
     rollouts.assert_tokens_drawn(found, FREE)
+    skipped = np.concatenate([turn.skips for turn in chunks])
+    returns = (np.diff((found.mask & ~found.by_policy).astype(int), prepend=0) == 1).sum()
+    assert times_begun(chunks) == len(turns) and (skipped >= 0).sum() == returns > 20
+    assert (skipped.max() > 2) == (kind != "stretches")
+
+
+@pytest.mark.slow
+def test_rows_that_wait_give_up_their_slots_with_their_pages(rollouts, monkeypatch):
+    queues, chunks = queues_of(monkeypatch, 14), turns_of_queues(monkeypatch)
+    found, _ = played("pages", rollouts=rollouts, max_num_seqs=7, delay=3, least_page=16)
+    rollouts.assert_tokens_drawn(found, FREE)
+    assert len(found.mask) + 5 < times_begun(chunks) <= len(found.mask) + queues[0].shards[0].given_up
+    assert_all_pages_are_free(queues[0])
+
+
+@pytest.mark.slow
+def test_rows_whose_turns_a_rule_may_end_are_read_again_on_pages(rollouts, monkeypatch):
+    """A state may have seen what comes after the stop."""
+    chunks, fields = turns_of_queues(monkeypatch), {"stop": lambda tokens, start: None}
+    found, turns = played("pages", rollouts=rollouts, max_num_seqs=7, delay=3, fields=fields)
+    rollouts.assert_tokens_drawn(found, FREE)
+    assert times_begun(chunks) > len(turns) + 10
+
+
+@pytest.mark.slow
+def test_experts_are_recorded_once_where_a_row_skips_tokens(monkeypatch):
+    mixture = dataclasses.replace(family("qwen3_5_moe"), tolerance=TOLERANCE)
+    chunks, choices = turns_of_queues(monkeypatch), {"choices": mixture.arch.choices}
+    found, turns = played("pages", rollouts=mixture, max_num_seqs=7, delay=3, least_page=16, **choices)
+    assert turns.sum() > 20 and max(turn.skips.max() for turn in chunks) > 2
+    read = jax.jit(functools.partial(prefill, arch=mixture.arch))
+    for row in range(len(turns)):
+        prompt, response = mixture.prompts[row // SAMPLES], found.responses[row][found.mask[row]].tolist()
+        tokens, mask = pad_prompts([[*prompt, *response]], 128, PAD)
+        chosen = np.asarray(read(mixture.params, tokens, mask)[2])[0][mask[0]]
+        np.testing.assert_array_equal(found.prompt_experts[row // SAMPLES], chosen[: len(prompt)])
+        np.testing.assert_array_equal(found.experts[row], chosen[len(prompt) : -1])
 
 
 def test_a_stop_rule_that_a_state_has_seen_past_is_refused(rollouts):

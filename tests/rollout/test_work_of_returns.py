@@ -10,6 +10,7 @@ from rollout.small_rollouts import assert_all_pages_are_free, dense, queues_of
 from rollout.test_returns import TURNS, played
 from shapes import ARCH, mesh_of
 
+from dapo_jax.models.architecture import Delta
 from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.queue import needed_work
 
@@ -66,6 +67,17 @@ def test_whole_chunks_of_an_answer_are_read_at_once(chunk, most):
     some = dataclasses.replace(SMALL, pattern=(dataclasses.replace(SMALL.pattern[0], window=512), *SMALL.pattern))
     with_windows, _ = walked(SEARCH, arch=some, **sizes)
     assert with_windows.decodes.total() == devices.decodes.total()
+
+
+@pytest.mark.parametrize(("kind", "limit", "most"), [(CALCULATOR, 320, 1.9), (LAKE, 320, 2.0), (SEARCH, 4096, 1.35)])
+def test_rows_with_states_go_on_in_their_slots(kind, limit, most):
+    """Three of four layers have states. If a rule may end turns, rows begin again from their prompts."""
+    layers = dataclasses.replace(SMALL.pattern[0], delta=True), SMALL.pattern[0]
+    delta = Delta(key_heads=9, value_heads=9, key_dim=64, value_dim=64, filter_width=4)
+    arch = dataclasses.replace(SMALL, pattern=(*[layers[0]] * 3, layers[1]), num_layers=32, delta=delta)
+    sizes = {"slots": 64, "chunk": 0, "prompts": 32, "limit": limit, "arch": arch}
+    found, again = (ratio(walked(kind, **sizes, stops=stops)) for stops in (False, True))
+    assert found < most and again > 1.1 * found
 
 
 @pytest.mark.short("1")
