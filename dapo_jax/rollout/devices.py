@@ -39,6 +39,8 @@ class QueueDevices(Counting):
         self.unread: list[tuple[np.ndarray, np.ndarray, jax.Array]] = []
         for shape in [self.shape] if self.layout.stretches else [Shape(slots) for slots in self.layout.ladder]:
             programs.prepare(*self._program(shape))
+        for rows in self.layout.reads:
+            programs.prepare(*self._reading(rows))
 
     def add(
         self, prompts: Sequence[Sequence[int]], numbers: np.ndarray, samples: np.ndarray, begun: np.ndarray
@@ -130,7 +132,7 @@ class QueueDevices(Counting):
                 fed = np.concatenate([[last], self.responses.tokens_of(one.row)])
                 tokens[at] = fed[one.sampled : one.sampled + layout.chunk]
         reading = self._put(Reading(tokens, lengths, sampled, table, pages, windows if layout.reach else None))
-        self.held, experts = self.calls.read(self.request.params, self.held, reading)
+        self.held, experts = self.programs.get(*self._reading(rows))(self.request.params, self.held, reading)
         if experts is not None and self.request.purpose == TRAIN:
             self.responses.add_known(numbers, sampled, fetch(experts))
 
@@ -183,3 +185,6 @@ class QueueDevices(Counting):
 
     def _program(self, shape: Shape) -> tuple[Any, Any]:
         return (self.layout, self.calls.limits, shape), lambda: self.calls.lower_decode(shape)
+
+    def _reading(self, rows: int) -> tuple[Any, Any]:
+        return (self.layout, "read", rows), lambda: self.calls.lower_read(rows)

@@ -180,11 +180,14 @@ def test_rows_whose_pages_are_given_up_are_read_again(delay, chunk, monkeypatch,
 
 
 def test_rows_that_nobody_answers_are_named():
+    """And what reads an answer is compiled in the background, before there is one."""
     engine = dense().engine("pages")
     sizes = {"prompt_lengths": dense().prompt_lengths, "num_prompts": 6}
     request = Request(dense().on(engine.settings.mesh), 1, TRAIN, FREE, **sizes, waits=lambda row, tokens: True)
     with jax.set_mesh(engine.settings.mesh):
         pending = engine.submit(dense().prompts[:6], range(6), request)
+        layout = engine.layout(request)
+        assert layout.reads and {(layout, "read", rows) for rows in layout.reads} <= set(engine.programs.prepared)
         with pytest.raises(RuntimeError, match=r"rows \[\d.*\] wait for tokens"):
             pending.wait()
         row, *_ = parked = pending.parked.tolist()
