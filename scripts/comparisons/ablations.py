@@ -248,6 +248,17 @@ COMPARISONS = {
         {arm: SHOULD_YOU_FILTER[arm] for arm in ("naive GRPO", "filter, stream")},
         shared=SMALL_CARRIES,
     ),
+    "filter_calculator": Comparison(  # python configs/calculator.py writes the sums; about as many tokens in each arm
+        "configs/calculator.py",
+        {
+            "naive GRPO": {
+                "algorithm.filter_groups.enable": "False",
+                "data.gen_batch_size": "4",
+                "trainer.total_training_steps": "8",
+            },
+            "filter": {"algorithm.filter_groups.max_num_gen_batches": "4"},
+        },
+    ),
     "filter_too_hard": Comparison(  # small_model.py --too-hard writes them: three of four problems stay unsolved
         "configs/sums.py",
         {

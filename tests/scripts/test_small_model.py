@@ -40,6 +40,16 @@ def test_sums_with_two_carries_that_a_run_evaluates_on_are_in_no_demonstration(t
         assert all(a % 10 + b % 10 > 9 and (a + b) % 10 + c % 10 > 9 for a, b, c in asked)
 
 
+def test_problems_that_are_too_hard_are_three_of_four_and_in_no_evaluation(tmp_path):
+    small_model.write_too_hard(tmp_path)
+    known = sums(256, 256, 0)
+    for split, of_sums in (("train", "train"), ("val", "heldout")):
+        prompts = [json.loads(line)["prompt"] for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
+        asked = [tuple(map(int, re.findall(r"\d+", messages[-1]["content"]))) for messages in prompts]
+        assert sorted(terms for terms in asked if len(terms) < 6) == sorted(known[of_sums])
+        assert sum(len(terms) == 6 for terms in asked) == (3 * 256 if split == "train" else 0)
+
+
 def test_no_demonstration_is_of_a_word_that_a_run_holds_out():
     pytest.importorskip("reasoning_gym")
     shared = ablations.COMPARISONS["filter_spelling"].shared
