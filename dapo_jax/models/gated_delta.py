@@ -22,7 +22,6 @@ from dapo_jax.models.token_paths import CHUNK, Paths
 from dapo_jax.parallel.ordered_sums import rows_along
 
 Params = dict[str, Any]
-UpdateStates = Callable[..., tuple[jax.Array, jax.Array]]  # as `update_states`
 EPSILON = 1e-6  # added to the squared length of queries and keys
 
 
@@ -98,9 +97,13 @@ def next_token(
     held: State,
     alive: jax.Array,
     delta: Delta,
-    update: UpdateStates = update_states,
+    update: Callable[..., tuple[jax.Array, jax.Array]] = update_states,
 ) -> tuple[jax.Array, State]:
-    """One token of each row: what is read [B, 1, V, J], and the state with it where `alive` [B]; else as it was."""
+    """One token of each row: what is read [B, 1, V, J], and the state with it where `alive` [B]; else as it was.
+
+    Args:
+        held: its states are those that `update` takes and returns, in place of `update_states`' own.
+    """
     rows, _, channels = inputs.channels.shape
     seen = jnp.concatenate([held.tail.reshape(rows, -1, channels), inputs.channels], axis=1)
     mixed = jax.nn.silu(jnp.sum(seen * inputs.filter.T, axis=1, dtype=jnp.float32))

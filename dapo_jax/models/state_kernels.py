@@ -1,7 +1,8 @@
 """Device: a token's change of the states of linear attention in one kernel, on GPUs, TPUs or in Pallas' interpreter.
 
-A program has whole columns of a state, so that it reads them once and writes them once, in place: 2 sizes of the states
-for a token, where XLA takes 3 to 3.5. Sizes as in gated_delta.py.
+States lie at places of a pool, each shard's own, as pages do. The kernel reads that of a row once, at one place, and
+writes it once, at the same or another place: 2 sizes of the states for a token, where XLA takes 3 to 3.5 and copies
+rows that move. Sizes as in gated_delta.py, for b rows; S places.
 """
 
 import functools
@@ -11,87 +12,114 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 from jax.sharding import Mesh, PartitionSpec
 
 from dapo_jax.models.architecture import Delta
-from dapo_jax.models.gated_delta import UpdateStates, update_states
 from dapo_jax.parallel.devices import compiles_triton
 from dapo_jax.parallel.mesh import BATCH_AXES, platform
 from dapo_jax.parallel.sharding import on_mesh
 
 COLUMNS = 64  # of a program on a GPU
 HEADS = 8  # of a program on a TPU; or all
-SPEC = PartitionSpec(BATCH_AXES, "tensor")
+ROWS, ROW_HEADS = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")
+# (reads [b], writes [b], pool [S, V, I, J], then as `gated_delta.update_states`) -> (what is read [b, V, J], pool).
+# No row reads what another one writes.
+UpdatePlaces = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def update_for(mesh: Mesh, delta: Delta) -> UpdateStates:
-    """How a token changes states on these devices: by a kernel, or by `update_states` where none fits."""
+def state_kernel(mesh: Mesh, delta: Delta | None) -> UpdatePlaces | None:
+    """The kernel for these devices; None without linear attention, or where none fits."""
+    if delta is None:
+        return None
     device, sizes = mesh.devices.flat[0], (delta.key_dim, delta.value_dim)
-    if platform(mesh) == "tpu" and all(size % 128 == 0 for size in sizes):
-        return update_on_tpu
+    if platform(mesh) == "tpu":
+        return update_on_tpu if all(size % 128 == 0 for size in sizes) else None
     powers = all(size >= 16 and size.bit_count() == 1 for size in sizes)
-    return update_on_gpu if platform(mesh) == "gpu" and compiles_triton(device) and powers else update_states
+    return update_on_gpu if platform(mesh) == "gpu" and compiles_triton(device) and powers else None
+
+
+def fits_all(delta: Delta) -> bool:
+    """Whether the kernels of GPUs and TPUs both take such states."""
+    return all(size % 128 == 0 and size.bit_count() == 1 for size in (delta.key_dim, delta.value_dim))
 
 
 def update_on_gpu(*arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """As `update_states`, in Triton; I and J are powers of two from 16 on."""
+    """An `UpdatePlaces` in Triton; I and J are powers of two from 16 on."""
     return _on_shards(functools.partial(_by_columns, interpret=interpret), arrays)
 
 
 def update_on_tpu(*arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """As `update_states`, in Mosaic; I and J are multiples of 128."""
+    """An `UpdatePlaces` in Mosaic; I and J are multiples of 128."""
     return _on_shards(functools.partial(_by_heads, interpret=interpret), arrays)
 
 
 def _on_shards(update: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    spec = on_mesh(SPEC)
-    return jax.shard_map(update, in_specs=(spec,) * 6, out_specs=(spec, spec), check_vma=False)(*arrays)
+    rows, heads = on_mesh((ROWS, ROW_HEADS))
+    specs = rows, rows, *[heads] * 6
+    return jax.shard_map(update, in_specs=specs, out_specs=(heads, heads), check_vma=False)(*arrays)
 
 
-def _by_columns(state: jax.Array, *vectors: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    rows, heads, inner, columns = state.shape
+def _by_columns(*arrays: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    _, _, pool, _, _, value, *_ = arrays
+    rows, heads, columns = value.shape
     block = min(COLUMNS, columns)
-    of_state = pl.BlockSpec((None, None, inner, block), lambda row, head, part: (row, head, 0, part))
-    of_key = pl.BlockSpec((None, None, inner), lambda row, head, part: (row, head, 0))
-    of_value = pl.BlockSpec((None, None, block), lambda row, head, part: (row, head, part))
-    of_head = pl.BlockSpec((None, None), lambda row, head, part: (row, head))
 
-    def kernel(state, query, key, value, kept, beta, read, new):
-        changed = _changed(state[...], query[...][:, None], key[...][:, None], value[...], kept[...], beta[...])
-        read[...], new[...] = changed
+    def kernel(reads, writes, old, query, key, value, kept, beta, read, new):
+        row, head, part = (pl.program_id(axis) for axis in range(3))
+        there = pl.ds(part * block, block)
+        vectors = query[row, head][:, None], key[row, head][:, None], value[row, head, there]
+        changed = _changed(old[reads[row], head, :, there], *vectors, kept[row, head], beta[row, head])
+        read[row, head, there], new[writes[row], head, :, there] = changed
 
-    return _call(
+    return pl.pallas_call(
         kernel,
-        (rows, heads, columns // block),
-        [of_state, of_key, of_key, of_value, of_head, of_head],
-        [of_value, of_state],
-        (state, *vectors),
+        grid=(rows, heads, columns // block),
+        in_specs=[_whole(x) for x in arrays],
+        out_specs=[_whole(x) for x in (value, pool)],
+        out_shape=_results(value, pool),
+        input_output_aliases={2: 1},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-    )
+        name="update_states",
+    )(*arrays)
 
 
-def _by_heads(state: jax.Array, *vectors: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    rows, heads, inner, columns = state.shape
-    block = HEADS if heads % HEADS == 0 else heads
+def _by_heads(
+    reads: jax.Array, writes: jax.Array, pool: jax.Array, *vectors: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     query, key, value, *shares = vectors
     kept, beta = (jnp.broadcast_to(x[..., None], value.shape) for x in shares)
-    of_state = pl.BlockSpec((None, block, inner, columns), lambda row, part: (row, part, 0, 0))
-    of_key, of_value = (
-        pl.BlockSpec((None, block, size), lambda row, part: (row, part, 0)) for size in (inner, columns)
-    )
+    (rows, heads, columns), inner = value.shape, pool.shape[2]
+    block = HEADS if heads % HEADS == 0 else heads
 
-    def kernel(state, query, key, value, kept, beta, read, new):
+    def of_rows(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, block, size), lambda row, part, *_: (row, part, 0))
+
+    def of_states(place: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, block, inner, columns), lambda row, part, *places: (places[place][row], part, 0, 0))
+
+    def kernel(_reads, _writes, old, query, key, value, kept, beta, read, new):
         queries, keys = query[...].T, key[...].T
         for head in range(block):
             here = slice(head, head + 1)
-            vectors = queries[:, here], keys[:, here], value[here], kept[here], beta[here]
-            read[here], new[head] = _changed(state[head], *vectors)
+            of_head = queries[:, here], keys[:, here], value[here], kept[here], beta[here]
+            read[here], new[head] = _changed(old[head], *of_head)
 
-    specs = [of_state, of_key, of_key, *[of_value] * 3], [of_value, of_state]
-    arrays = state, query, key, value, kept, beta
-    return _call(kernel, (rows, heads // block), *specs, arrays, interpret=interpret)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(rows, heads // block),
+            in_specs=[of_states(0), of_rows(inner), of_rows(inner), *[of_rows(columns)] * 3],
+            out_specs=[of_rows(columns), of_states(1)],
+        ),
+        out_shape=_results(value, pool),
+        input_output_aliases={2: 1},
+        interpret=interpret,
+        name="update_states",
+    )(reads, writes, pool, query, key, value, kept, beta)
 
 
 def _changed(
@@ -103,23 +131,9 @@ def _changed(
     return kept * at_query + jnp.sum(key * query) * change, kept * state + key * change
 
 
-def _call(
-    kernel: Callable[..., None],
-    grid: tuple[int, ...],
-    in_specs: list[pl.BlockSpec],
-    out_specs: list[pl.BlockSpec],
-    arrays: tuple[jax.Array, ...],
-    **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """`kernel`, which writes the states in place of those it is given."""
-    state, _, _, value, *_ = arrays
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (value, state)],
-        input_output_aliases={0: 1},
-        name="update_states",
-        **options,
-    )(*arrays)
+def _results(*arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+
+def _whole(x: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))

@@ -79,10 +79,13 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pa
 
 
 def unread_bytes(instruction: Instruction, operands: Sequence[Shape], pairs: Pairs) -> float:
-    """Bytes of the pages and the tail that a kernel of paged attention does not read; 0 for any other instruction.
+    """Bytes that a kernel does not move of the pages and the tail, or of the places of states; 0 of other instructions.
 
     Of a tail of C tokens, a kernel reads those up to the newest: from 1 to C.
     """
+    if STATES in instruction.attributes:
+        places, pool = operands[0], next(shape for shape in operands if len(shape.sizes) == 4)
+        return 2 * pool.bytes * max(1 - places.sizes[0] / pool.sizes[0], 0.0)
     if not isinstance(pairs, PagedKeys) or not PAGED.search(instruction.attributes):
         return 0.0
     query, pages, _ = _query_and_pages(operands)

@@ -38,6 +38,16 @@ class Together(NamedTuple):
     lengths: Any  # [b] int32, its rows; 0 = there is no such run
 
 
+class RowStates(NamedTuple):
+    """Where the states of rows are in layers with linear attention, in arrays of the host or of the devices."""
+
+    reads: Any  # [b] int32, before the chunk: its prompt's for a row that begins, 0 without a row, else as ...
+    writes: Any  # [b] int32, ... after it, its own; 0 = no row
+    # [b] int32, of a row that has waited, the first tokens of the chunk, which it has read before: the states have seen
+    # them, the page has their keys and values, and nothing is read or drawn. -1 = it has not waited
+    skips: Any
+
+
 class PagesSeen(NamedTuple):
     """Pages that rows see in a chunk, on all shards."""
 
@@ -53,11 +63,11 @@ class Turn(NamedTuple):
     shape: Shape
     rows: np.ndarray  # [b] response of each slot, -1 = none, or it waits
     sources: np.ndarray  # [b], also of rows that wait, or return
-    skips: np.ndarray  # [b], of a row that returns to the slot that it has kept, tokens that it skips; -1 of others
+    skips: np.ndarray  # [b], of a row that returns with its slot or its states, tokens that it skips; -1 of others
     sampled: np.ndarray  # [b]
     table: np.ndarray  # [b, M]
     destinations: np.ndarray  # [b]
-    places: np.ndarray | None  # [b]
+    states: RowStates | None
     windows: Seen | None
     runs: Together | None
     pages: PagesSeen

@@ -70,14 +70,11 @@ class Plan:
     sampled: Any  # [b] int32, tokens drawn since
     table: Any  # [b, M] int32, pages of the prompt, then its own; the place of its prompt for stretches
     destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
-    places: Any  # [b] int32, where the states of its prompt are, of layers with linear attention
+    states: Any  # of layers with linear attention on pages, as in counting.RowStates; None = no layer has it
     windows: Any  # of layers with a window, as in counting.Seen; None = no layer has one
     runs: Any = None  # of rows with one prompt, as in counting.Together; None for stretches
     given: Any = None  # [b, C] int32, tokens that are not drawn but taken as they are, -1 = drawn; None = all are drawn
     room: Any = None  # [b] int32, where tokens are given: after so many tokens of the chunk the row ends
-    # [b] int32, of a row that has waited in its slot, on pages: first tokens of the chunk, which it has read before.
-    # The page has their keys and values, the states have seen them, so nothing is read or drawn. -1 = it has not.
-    skips: Any = None
 
 
 @struct.dataclass
@@ -200,8 +197,6 @@ def decode(
         block_sums: a kernel for the logits, where `limits` is False, see vocabulary_blocks_gpu.py.
     """
     idle, begins = plan.numbers < 0, plan.sources < 0
-    if plan.skips is not None:
-        begins |= plan.skips >= 0
     keys = keys_of(seed, purpose, plan.numbers, plan.samples)
     tokens = jnp.where(begins, plan.first_tokens, taken(held.tokens, plan.sources))
     finished = before = idle | (~begins & taken(held.finished, plan.sources))
@@ -209,7 +204,7 @@ def decode(
 
     def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
         tokens, finished, carried = carry
-        reads = ~finished if plan.skips is None else ~finished & (index >= plan.skips)
+        reads = ~finished if plan.states is None else ~finished & (index >= plan.states.skips)
         attend = functools.partial(cache.attend, (index, reads))
         layers = list(zip(cache.fixed, carried, strict=True))
         places = plan.prompt_lengths - 1 + plan.sampled + index
@@ -226,7 +221,7 @@ def decode(
             drawn, ended = jnp.where(given < 0, drawn, given), (ended & (given < 0)) | (index + 1 >= plan.room)
         drawn = jnp.where(finished, pad_id, drawn)
         carry, experts = (drawn, finished | ended, [carried for _, carried in layers]), _recorded(experts, choices)
-        if experts is not None and plan.skips is not None:
+        if experts is not None and plan.states is not None:
             experts = jnp.where(reads[:, None, None], experts, -1)
         return carry, (drawn, ~finished, logprobs, experts)
 
@@ -264,15 +259,6 @@ def taken(x: jax.Array, places: jax.Array) -> jax.Array:
     """Elements of `x` [B, ...] at `places` [b] among each shard's own; any for a negative place."""
     spec, rows = on_mesh((HEADS if x.ndim > 1 else ROWS, ROWS))
     return jax.shard_map(lambda x, places: x[jnp.maximum(places, 0)], in_specs=(spec, rows), out_specs=spec)(x, places)
-
-
-def states_at(rows: Any, prompts: Any, begins: jax.Array, places: jax.Array) -> Any:
-    """States [b, ...] of rows, or where `begins` [b] those at `places` [b] of prompts."""
-
-    def chosen(row: jax.Array, prompt: jax.Array) -> jax.Array:
-        return jnp.where(begins.reshape(-1, *[1] * (row.ndim - 1)), taken(prompt, places), row)
-
-    return laid_out(jax.tree.map(chosen, rows, prompts))
 
 
 def laid_out(tree: Any) -> Any:

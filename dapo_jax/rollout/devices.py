@@ -82,13 +82,11 @@ class QueueDevices(Counting):
         """As `Counting`."""
         super().decode(turn)
         prompt_lengths, last_tokens, numbers, samples, started = self.rows[:, turn.rows]
-        begins, sources, skips = (turn.rows >= 0) & (turn.sources < 0), turn.sources, None
+        begins, sources = (turn.rows >= 0) & (turn.sources < 0), turn.sources
         for slot in np.flatnonzero((begins | (turn.skips >= 0)) & (turn.sampled > 0)).tolist():
             last_tokens[slot] = self.responses.tokens_of(turn.rows[slot])[turn.sampled[slot] - 1]
         if self.layout.stretches:
             sources = self._with_stretches(turn, begins)
-        elif self.layout.keeps_slots:
-            skips = turn.skips
         given, room = self._given(turn) if self.layout.returns else (None, None)
         plan = Plan(
             sources=sources,
@@ -100,12 +98,11 @@ class QueueDevices(Counting):
             sampled=turn.sampled,
             table=turn.table,
             destinations=turn.destinations,
-            places=turn.places,
+            states=turn.states,
             windows=turn.windows,
             runs=turn.runs,
             given=given,
             room=room,
-            skips=skips,
         )
         program = self.programs.get(*self._program(turn.shape))
         self.held, chunk = program(

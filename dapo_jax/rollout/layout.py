@@ -66,10 +66,13 @@ class Layout:
     stretches: tuple[int, ...] = ()  # tokens that a row draws of which a slot may hold the keys, ascending; () = pages
     window_pages: int = 0  # of a shard and a layer with a window, with page 0; 0 = no layer has one
     reach: int = 0  # pages that a window reaches behind a chunk
-    states: int = 0  # of a shard, with place 0, for prompts' states; 0 = no layer has states, or stretches
+    # of a shard, for prompts' states, with place 0 for those without tokens, and 1, a scratch place; 0 = no layer has
+    # states, or stretches
+    states: int = 0
+    row_states: int = 0  # places behind these, for the states of rows
     together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row
     returns: bool = False  # rows may wait for tokens that the policy does not write, and return
-    keeps_slots: bool = False  # rows that wait keep their slots, with their stretches or states
+    keeps_states: bool = False  # rows that wait keep their states, besides pages, and go on inside of a chunk
     reads: tuple[int, ...] = ()  # rows of a shard that read a chunk of these tokens at once, descending; () = none
 
     @property
@@ -107,12 +110,12 @@ class Layout:
 
     def own_pages(self, limit: int) -> int:
         """Pages of a response of `limit` tokens."""
-        return 0 if self.stretches else own_pages(limit, self.chunk, self.page_length, self.keeps_slots)
+        return 0 if self.stretches else own_pages(limit, self.chunk, self.page_length, self.keeps_states)
 
 
-def own_pages(limit: int, chunk: int, page_length: int, keeps_slots: bool) -> int:
+def own_pages(limit: int, chunk: int, page_length: int, keeps_states: bool) -> int:
     """Pages of a response of `limit` tokens, in chunks of which the last is read only if a row goes on inside of it."""
-    kept = limit if keeps_slots else max(limit - 1, 0) // chunk * chunk
+    kept = limit if keeps_states else max(limit - 1, 0) // chunk * chunk
     return -(-kept // page_length)
 
 

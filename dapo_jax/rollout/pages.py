@@ -16,8 +16,9 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture, Layer
-from dapo_jax.models.gated_delta import State, UpdateStates, empty_state, next_token
+from dapo_jax.models.gated_delta import State, empty_state, next_token, update_states
 from dapo_jax.models.paged_attention import AttendPages, Reads, Runs, most_together
+from dapo_jax.models.state_kernels import UpdatePlaces
 from dapo_jax.parallel.sharding import constrain, on_mesh
 from dapo_jax.rollout.decoding import (
     HEADS,
@@ -27,32 +28,23 @@ from dapo_jax.rollout.decoding import (
     Plan,
     Reading,
     laid_out,
-    put_first,
-    states_at,
     taken,
 )
 
 LEAST_TAIL = 16  # tokens of a tail that a kernel takes
-
-
-@struct.dataclass
-class States:
-    """Of a layer with linear attention."""
-
-    rows: State  # [B, ...] of each slot
-    prompts: State  # [P, ...] at each shard's places; place 0 is that of prompts without tokens, and stays empty
+SCRATCH = 1  # the place of states that is written where there is no row
 
 
 @struct.dataclass
 class Pages:
     """A `decoding.Cache`."""
 
-    # [A, K, C, 2H] of each, see models/paged_attention.py; fewer pages of layers with a window, and for those with
-    # linear attention `States`
+    # [A, K, C, 2H] of each, see models/paged_attention.py; fewer pages of layers with a window. Of those with linear
+    # attention a `State` [S, ...], at the places of layout.Layout
     layers: list[Any]
     chunk: int = struct.field(pytree_node=False)  # tokens
     attend: AttendPages = struct.field(pytree_node=False)
-    update: UpdateStates | None = struct.field(pytree_node=False)  # of layers with linear attention
+    update: UpdatePlaces | None = struct.field(pytree_node=False)  # of states, where a kernel fits
 
     def with_prompts(self, found: list[Any], places: Any, arch: Architecture) -> "Pages":
         """With prompts of whole pages at `places`, of layers without a window [Q, P // C] and with one [Q, at most R].
@@ -62,8 +54,7 @@ class Pages:
         layers = []
         for kind, held, new in zip(arch.layers, self.layers, found, strict=True):
             if kind.delta:
-                prompts = jax.tree.map(lambda x, y: _put(x, y, places[2]), held.prompts, new)
-                layers.append(held.replace(prompts=prompts))
+                layers.append(jax.tree.map(lambda x, y: _put(x, y, places[2]), held, new))
                 continue
             key, value = new
             of_kind = places[0] if kind.window is None else places[1]
@@ -73,7 +64,8 @@ class Pages:
         return self.replace(layers=layers)  # pyright: ignore[reportAttributeAccessIssue]
 
     def opened(self, plan: Plan, arch: Architecture) -> OpenedCache:
-        page_length = next(held.shape[2] for held in self.layers if not isinstance(held, States))
+        page_length = next(held.shape[2] for held in self.layers if not isinstance(held, State))
+        goes_on = plan.states is not None and plan.given is not None  # rows may, inside of a chunk
         cached = plan.prompt_lengths - 1  # tokens of the prompt in its pages, which end with the last of them
         starts = -cached % page_length
         ends = jnp.where(plan.numbers < 0, 0, cached + starts + plan.sampled)
@@ -87,12 +79,17 @@ class Pages:
         def attend(moment: Any, kind: Layer, layer: Any, *given: Any) -> Any:
             held, tail = layer
             if kind.delta:
-                assert arch.delta is not None and self.update is not None
-                read, state = next_token(given[0], tail, moment[1], arch.delta, self.update)
+                assert arch.delta is not None
+                update = update_states
+                if self.update is not None:
+                    read_at = jnp.where(moment[0] == 0, plan.states.reads, plan.states.writes)
+                    places = read_at, jnp.maximum(plan.states.writes, SCRATCH)
+                    update = functools.partial(self.update, *places)
+                read, state = next_token(given[0], tail, moment[1], arch.delta, update)
                 return read, (held, state)
             (index, is_read), (query, key, value, sink) = moment, given
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
-            if plan.skips is not None:
+            if goes_on:
                 there = jax.lax.dynamic_slice_in_dim(tail, index, 1, axis=2)
                 new = jnp.where(is_read[:, None, None, None], new, there)
             tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
@@ -107,16 +104,18 @@ class Pages:
 
         def after(kind: Layer, held: Any, tail: Any) -> Any:
             if kind.delta:
-                return States(jax.tree.map(put_first, held.rows, tail), held.prompts)
+                put = functools.partial(_put, places=plan.states.writes)
+                state = put(held.state, tail.state) if self.update is None else tail.state
+                return State(put(held.tail, tail.tail), state)
             destinations = plan.destinations if kind.window is None else plan.windows.destinations
             return _put_chunk(held, tail[:, :, : self.chunk], destinations, plan.sampled)
 
         def before(held: Any) -> Any:
-            if isinstance(held, States):
-                rows = jax.tree.map(lambda x: taken(x, plan.sources), held.rows)
-                return states_at(rows, held.prompts, plan.sources < 0, plan.places)
+            if isinstance(held, State):
+                tail = taken(held.tail, plan.states.reads)
+                return State(tail, taken(held.state, plan.states.reads) if self.update is None else held.state)
             tail = laid_out(self._tail(len(plan.numbers), held))
-            if plan.skips is None:
+            if not goes_on:
                 return tail
             return tail.at[:, :, : self.chunk].set(_chunk_at(held, plan.destinations, plan.sampled, self.chunk))
 
@@ -124,7 +123,7 @@ class Pages:
             layers = [after(*one) for one in zip(arch.layers, self.layers, tails, strict=True)]
             return self.replace(layers=layers)  # pyright: ignore[reportAttributeAccessIssue]
 
-        fixed = [None if isinstance(held, States) else held for held in self.layers]
+        fixed = [None if isinstance(held, State) else held for held in self.layers]
         return OpenedCache(fixed, [before(held) for held in self.layers], attend, closed)
 
     def attend_to_read(self, reading: Reading, arch: Architecture) -> Callable[..., Any]:
@@ -196,7 +195,7 @@ def empty_pages(
     chunk: int,
     dtype: Any,
     attend: AttendPages,
-    update: UpdateStates | None,
+    update: UpdatePlaces | None,
 ) -> Held:
     """Slots without rows, pages and places for states that hold nothing; all counted on all shards."""
     shape = arch.num_kv_heads, page_length, 2 * arch.head_dim
@@ -204,7 +203,7 @@ def empty_pages(
     def of_kind(kind: Layer) -> Any:
         if kind.delta:
             assert arch.delta is not None
-            return States(empty_state(slots, arch.delta, dtype), empty_state(states, arch.delta, dtype))
+            return empty_state(states, arch.delta, dtype)
         return jnp.zeros((pages if kind.window is None else window_pages, *shape), dtype)
 
     cache = Pages([of_kind(kind) for kind in arch.layers], chunk, attend, update)

@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 
 from dapo_jax.models import paged_attention_gpu
 from dapo_jax.models.paged_attention import AttendPages
-from dapo_jax.models.state_kernels import update_for
+from dapo_jax.models.state_kernels import state_kernel
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks_gpu import INNER, block_sums
 from dapo_jax.parallel.sharding import batch_sharding, on_mesh, replicated
-from dapo_jax.rollout.counting import Seen, Together
+from dapo_jax.rollout.counting import RowStates, Seen, Together
 from dapo_jax.rollout.decoding import HEADS, ROWS, FirstDraws, Held, Plan, Reading, decode, prefill, read
 from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, Shape, cache_dtype
 from dapo_jax.rollout.pages import empty_pages
@@ -49,11 +49,12 @@ class Calls:
         if layout.stretches:
             prompts = {"width": layout.page_length, "prompts": layout.pages * layout.shards}
             return functools.partial(empty_stretches, **sizes, **prompts, stretch=shape.stretch)
-        numbers = {"pages": layout.pages, "window_pages": layout.window_pages, "states": layout.states}
+        numbers = {"pages": layout.pages, "window_pages": layout.window_pages}
+        numbers["states"] = layout.states + layout.row_states
         sizes |= {name: number * layout.shards for name, number in numbers.items()}
         sizes |= {"page_length": layout.page_length, "chunk": layout.chunk, "attend": self.attend}
         delta = self.settings.arch.delta
-        return functools.partial(empty_pages, **sizes, update=delta and update_for(self.settings.mesh, delta))
+        return functools.partial(empty_pages, **sizes, update=state_kernel(self.settings.mesh, delta))
 
     @property
     def prefill(self) -> functools.partial:
@@ -108,9 +109,8 @@ class Calls:
         row, table = self._rows(used), self._rows(used, layout.row_pages)
         windows = Seen(self._rows(used, layout.reach), row, row) if layout.reach else None
         given = (self._rows(used, layout.chunk), row) if layout.returns else (None, None)
-        given += (row,) if layout.keeps_slots and not layout.stretches else ()
         runs = Together(row, row) if layout.together else None
-        states = row if layout.states else None
+        states = RowStates(row, row, row) if layout.states else None
         plan = Plan(row, row, row, row, row, row, row, table, row, states, windows, runs, *given)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.settings.mesh))
         held = self.held(shape if layout.stretches else None)

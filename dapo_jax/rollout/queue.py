@@ -13,7 +13,7 @@ import numpy as np
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
-from dapo_jax.rollout.counting import Counting, Opened, PagesSeen, Seen, Together, Turn
+from dapo_jax.rollout.counting import Counting, Opened, PagesSeen, RowStates, Seen, Together, Turn
 from dapo_jax.rollout.layout import Layout, PrefillSize, Shape
 from dapo_jax.rollout.shards import Granted, Row, Shard
 
@@ -159,25 +159,29 @@ class Queue:
         slots = min(size for size in layout.ladder if size >= most)
         used = slots * layout.shards
         rows, (sources, skips) = np.full(used, -1), np.full((2, used), -1, np.int32)
-        sampled, destinations, states, first, window_destinations = np.zeros((5, used), np.int32)
+        sampled, destinations, first, window_destinations = np.zeros((4, used), np.int32)
+        reads, writes = np.zeros((2, used), np.int32)
+        states = RowStates(reads, writes, skips) if layout.states else None
         table, seen = np.zeros((used, layout.row_pages), np.int32), np.zeros((used, layout.reach), np.int32)
         runs = Together(*np.zeros((2, used), np.int32)) if layout.together else None
         pages = window_pages = prompt_pages = run_pages = longest = 0
         for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
             live, holding = shard.live, shard.holding
             places = _places([*live, *holding], slots)
-            if runs is not None:
-                live, places = sorted(live, key=lambda row: row.number), list(range(len(live) + len(holding)))
-                for number, (begin, length) in enumerate(_runs(live, layout), index * slots):
-                    runs.firsts[number], runs.lengths[number] = begin, length
-                    run_pages += live[begin].prompt_pages
             for slot, row in zip(places[len(live) :], holding, strict=True):
                 place = index * slots + slot  # whatever is written there comes after what the row has drawn
                 sources[place], sampled[place], row.slot = row.slot, row.sampled, slot
+            if runs is not None:
+                live, places = sorted(shard.live, key=lambda row: row.number), list(range(len(shard.live)))
+                for number, (begin, length) in enumerate(_runs(live, layout), index * slots):
+                    runs.firsts[number], runs.lengths[number] = begin, length
+                    run_pages += live[begin].prompt_pages
             for slot, row in zip(places[: len(live)], live, strict=True):
                 place, held, longest = index * slots + slot, shard.held(row), max(longest, row.sampled)
                 rows[place], sources[place], sampled[place] = row.number, row.slot, row.sampled
-                skips[place], states[place] = row.skips, row.state
+                skips[place] = row.skips
+                if states is not None:
+                    states.reads[place], states.writes[place] = row.state, row.own_state
                 table[place], seen[place, : len(row.seen)] = row.table, row.seen
                 first[place] = held - len(row.seen)
                 pages, window_pages = pages + held, window_pages + len(row.seen)
@@ -193,8 +197,7 @@ class Queue:
         windows = Seen(seen, first, window_destinations) if layout.reach else None
         read = PagesSeen(pages, prompt_pages, run_pages, window_pages)
         shape = Shape(slots, self._stretch)
-        places = states if layout.states else None
-        return Turn(shape, rows, sources, skips, sampled, table, destinations, places, windows, runs, read)
+        return Turn(shape, rows, sources, skips, sampled, table, destinations, states, windows, runs, read)
 
 
 def _places(live: Sequence[Row], slots: int) -> list[int]:

@@ -57,9 +57,10 @@ class Row:
     table: np.ndarray  # [M] pages of its prompt, then its own
     prompt_pages: int
     sampled: int  # tokens that are drawn or being drawn
-    state: int = 0  # the place of its prompt's states
+    state: int = 0  # the place of its states: its prompt's until it has had a chunk, then ...
+    own_state: int = 0  # ... its own
     slot: int = -1  # in the last chunk; it stays there while the ladder has it
-    skips: int = -1  # of the next chunk, tokens read before it waited in this slot; -1 = it has not waited there
+    skips: int = -1  # of the next chunk, tokens read before it waited, with its slot or states; -1 = it has not waited
     pages: list[int] = field(default_factory=list)  # its own
     seen: list[int] = field(default_factory=list)  # pages that a window sees, the newest last: its prompt's, its own
     window_pages: list[int] = field(default_factory=list)  # of those its own, with that of the chunk being decoded
@@ -81,14 +82,15 @@ class Shard:
         self.parked: dict[int, Row | None] = {}  # for tokens; None = without what they have drawn
         self.free = list(range(layout.pages - 1, 0, -1))
         self.free_windows = list(range(layout.window_pages - 1, 0, -1))
-        self.free_states = list(range(layout.states - 1, 0, -1))
+        self.free_states = list(range(layout.states - 1, 1, -1))  # of prompts
+        self.free_row_states = list(range(layout.states + layout.row_states - 1, layout.states - 1, -1))
         self.prompts: dict[int, OpenPrompt] = {}
         self.left: dict[int, int] = {}  # rows of each prompt that still need it
         self.given_up = 0  # rows
 
     @property
     def holding(self) -> list[Row]:
-        """Parked rows that keep their slot: with it they would lose their stretch, or their states."""
+        """Parked rows that keep their slot: with it they would lose their stretch."""
         return [row for row in self.parked.values() if row is not None and row.slot >= 0]
 
     @property
@@ -149,14 +151,18 @@ class Shard:
     def resume(self, number: int, known: int) -> None:
         """A parked row goes on after its first `known` tokens.
 
-        In its slot nothing is lost, and on pages it goes on inside of the chunk that it was in. Otherwise it reads
-        again what came after its last whole chunk, or begins again.
+        In its slot nothing is lost, and with its states it goes on inside of the chunk that it was in. Otherwise it
+        reads again what came after its last whole chunk, or begins again.
         """
         row, length, chunk = self.parked.pop(number), self.layout.page_length, self.layout.chunk
         if row is not None and row.slot >= 0:
-            row.skips = 0 if self.layout.stretches else known % chunk
-            row.sampled = known - row.skips
+            row.sampled, row.skips = known, 0
             self.live.append(row)
+            return
+        if row is not None and self.layout.keeps_states:
+            row.skips = known % chunk
+            row.sampled = known - row.skips
+            self.returning.append(row)
             return
         if row is None or known < chunk:
             if row is not None:
@@ -240,7 +246,7 @@ class Shard:
             if self.layout.reach:
                 row.seen.append(granted.window_page)
                 del row.seen[: -self.layout.reach]
-        row.slot, row.sampled, row.skips = slot, row.sampled + self.layout.chunk, -1
+        row.slot, row.sampled, row.skips, row.state = slot, row.sampled + self.layout.chunk, -1, row.own_state
 
     def take_back(self, tokens: int) -> None:
         """The last chunk has ended so many tokens early."""
@@ -251,15 +257,15 @@ class Shard:
         """Whether a row's pages are full, and what its next chunk adds may be read later."""
         if self.layout.stretches or row.sampled < len(row.pages) * self.layout.page_length:
             return False
-        return self.layout.keeps_slots or row.sampled + self.layout.chunk < self.limits[row.number]
+        return self.layout.keeps_states or row.sampled + self.layout.chunk < self.limits[row.number]
 
     def _has_page(self, row: Row) -> bool:
-        """Whether a page is free for a row, once rows without a slot have given up theirs, the last to wait first."""
+        """Whether a page is free for a row, once rows without a slot have given up theirs."""
         needs_window = len(row.window_pages) < self.layout.reach
+        return self._is_free(lambda: bool(self.free) and (bool(self.free_windows) or not needs_window))
 
-        def has() -> bool:
-            return bool(self.free) and (bool(self.free_windows) or not needs_window)
-
+    def _is_free(self, has: Callable[[], bool]) -> bool:
+        """Rows without a slot give up what they hold, the last to wait first, until there `has` been enough."""
         while not has() and self.returning:
             self.waiting.appendleft(self._give_up(self.returning.pop()))
         holders = [row for row in self.parked.values() if row is not None]
@@ -273,7 +279,11 @@ class Shard:
         table[: len(pages)] = pages
         if self.copied:
             self._done(number)
-        return Row(number, table, len(pages), self.layout.prefilled, state, seen=list(windows))
+        row = Row(number, table, len(pages), self.layout.prefilled, state, seen=list(windows))
+        if self.layout.states:
+            assert self._is_free(lambda: bool(self.free_row_states))
+            row.own_state = self.free_row_states.pop()
+        return row
 
     def _take(self, row: Row) -> Granted:
         row.pages.append(self.free.pop())
@@ -284,12 +294,12 @@ class Shard:
         return Granted(row.pages[-1], own[-1])
 
     def _park(self, row: Row) -> None:
-        """A row keeps its slot, or its pages without a slot; if states have gone with the slot, it begins again."""
+        """A row keeps its stretch, and so its slot; or its pages and states without a slot; or it begins again."""
         self.parked[row.number] = row
-        if self.layout.keeps_slots:
+        if self.layout.stretches:
             return
         row.slot = -1
-        if self.layout.states:
+        if self.layout.states and not self.layout.keeps_states:
             self._free(row)
             self.parked[row.number] = None
 
@@ -301,6 +311,7 @@ class Shard:
     def _free(self, row: Row) -> None:
         self.free.extend(row.pages)
         self.free_windows.extend(row.window_pages)
+        self.free_row_states += [row.own_state] if row.own_state else []
 
     def _done(self, number: int) -> None:
         """A row no longer needs its prompt."""

@@ -10,6 +10,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.models.attention import queries_at_once
 from dapo_jax.models.gated_delta import state_bytes
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered, most_together
+from dapo_jax.models.state_kernels import fits_all
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, open_prompts, own_pages
 from dapo_jax.rollout.lengths import LengthHistory
@@ -17,7 +18,7 @@ from dapo_jax.rollout.lengths import LengthHistory
 ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is not faster
 CPU_CHUNK, CHUNK = 16, 32  # tokens of a chunk on CPUs and elsewhere, where none is set
 LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens ...
-EPISODE_CHUNK, HELD_CHUNK = 16, 8  # ... and in episodes, where rows that wait give up their slots, or keep them
+EPISODE_CHUNK, SKIPPED_CHUNK = 16, 8  # ... and in episodes, whose rows read again what a chunk had begun, or skip it
 LISTED = 2**17  # pages that a call which reads chunks may list: half of the 1 MiB that a TPU has for such numbers
 EPISODES = 16  # of a shard that have slots on a CPU, if there are so many; of more, half
 WIDEST_STEP = 512  # tokens between two stretches
@@ -72,8 +73,8 @@ def choose_layout(
     if attend is None:
         return _of_stretches(sizes, returns)
     gathers, mean_prompt = attend is attend_gathered, float(np.mean(prompt_lengths))
-    keeps_slots = returns and bool(arch.delta) and arch.window is None and not stops
-    return _of_pages(sizes, history, mean_prompt, gathers=gathers, returns=returns, keeps_slots=keeps_slots)
+    keeps_states = returns and bool(arch.delta) and arch.window is None and not stops
+    return _of_pages(sizes, history, mean_prompt, gathers=gathers, returns=returns, keeps_states=keeps_states)
 
 
 class _Sizes(NamedTuple):
@@ -125,8 +126,7 @@ def _of_stretches(sizes: _Sizes, returns: bool) -> Layout:
     prompts = 2 + -(-slots // num_samples) + max(at_once // 2, 4 // num_samples, 1) + 2 * at_once
     prefill = PrefillSize(width, min(at_once, -(-sizes.rows // num_samples)))
     ladder = rungs(slots, slots.bit_length(), least=1)
-    held = prompts, width, chunk, 1, (prefill,), stretches
-    return Layout(num_samples, sizes.shards, ladder, *held, returns=returns, keeps_slots=returns)
+    return Layout(num_samples, sizes.shards, ladder, prompts, width, chunk, 1, (prefill,), stretches, returns=returns)
 
 
 def stretches_of(tokens: int, chunk: int) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class _Pages(NamedTuple):
 
 
 def _of_pages(
-    sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool, returns: bool, keeps_slots: bool
+    sizes: _Sizes, history: LengthHistory, mean_prompt: float, *, gathers: bool, returns: bool, keeps_states: bool
 ) -> Layout:
     """As many slots as `_slots` says. A page has the tokens of a chunk, or of several.
 
@@ -168,14 +168,14 @@ def _of_pages(
     settings, drawn, arch = sizes.settings, sizes.drawn, sizes.settings.arch
     chosen = settings.chunk_length or (LONG_CHUNK if drawn >= LONG else CHUNK)
     length = min(max(chosen, settings.least_page), max(1 << (drawn - 1).bit_length(), settings.least_page))
-    of_episodes = HELD_CHUNK if keeps_slots else EPISODE_CHUNK
+    of_episodes = SKIPPED_CHUNK if keeps_states else EPISODE_CHUNK
     chunk = settings.chunk_length or (of_episodes if returns else length)
     divided = chunk < length and (returns or arch.window is None)
     chunk = max(1 << chunk.bit_length() - 1, settings.least_chunk) if divided else length
     prefills = _prefills(sizes, length)
     prompt, own, of_layer = (
         prefills[-1].width // length,
-        own_pages(drawn, chunk, length, keeps_slots),
+        own_pages(drawn, chunk, length, keeps_states),
         length * sizes.token_bytes,
     )
     row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
@@ -186,13 +186,14 @@ def _of_pages(
     # of a slot: a page in the making is in memory twice, as are the gathered pages of a layer
     scores = 4.0 * SCORES * arch.vocab_size / settings.mesh.shape["tensor"]
     per_slot = 2 * (full.bytes + windowed.bytes + gathers * row_pages * of_layer) + scores
-    per_slot += 3 * sizes.state_bytes  # a state is in memory twice, and so is that of its prompt, once
+    copied = gathers or arch.delta is None or not fits_all(arch.delta)  # without a kernel a state is in memory twice
+    per_slot += (2 + keeps_states + copied) * sizes.state_bytes  # of a row, its prompt, and a row that waits
     tokens = min(history.held(), drawn) + length / 2 + (mean_prompt + length / 2) / sizes.num_samples
     per_row = tokens / length * full.bytes + min(tokens / length, windowed.own + windowed.prompt) * windowed.bytes
-    places = (3 * prefills[0].at_once + 1) * sizes.state_bytes  # of prompts that wait, and are being read
+    places = (3 * prefills[0].at_once + 2) * sizes.state_bytes  # of prompts that wait, and are being read
     sizes = sizes._replace(memory=max(sizes.memory - places, 1.0) if sizes.memory else 0.0)  # 0 = not known
     slots = _slots(sizes, history.evenness(), per_slot=per_slot, per_row=per_row)
-    keeps = returns and not arch.delta  # rows that wait for an environment keep their pages
+    keeps = returns and (keeps_states or not arch.delta)  # rows that wait for an environment keep their pages
     begun = slots * (1 + keeps)
     pages, windows = (kind.most(begun, waiting=2 * prefills[0].at_once) for kind in (full, windowed))
     if not settings.max_num_seqs or sizes.memory > 0:
@@ -207,12 +208,12 @@ def _of_pages(
     ladder = rungs(slots, FEW_STEPS if history.evenness() >= EQUAL else STEPS, least=ROW_MULTIPLE)
     held = pages, length, chunk, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
     together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
-    states = open_prompts(slots, prefills) + 1 if arch.delta else 0
+    states = (open_prompts(slots, prefills) + 2, slots * (1 + keeps_states)) if arch.delta else (0, 0)
     # The pages of a row are listed for each token; where they are gathered, that takes as much memory as a slot does.
     fitting = slots // chunk if gathers else LISTED // (chunk * row_pages)
-    most = max(min(sizes.at_once(chunk), slots, fitting), 1) if keeps else 0
+    most = max(min(sizes.at_once(chunk), slots, fitting), 1) if returns and not arch.delta else 0
     reads = tuple(dict.fromkeys([1 << step for step in range(most.bit_length() - 1, 0, -2)] + [1])) if most else ()
-    return Layout(sizes.num_samples, sizes.shards, ladder, *held, states, together, returns, keeps_slots, reads)
+    return Layout(sizes.num_samples, sizes.shards, ladder, *held, *states, together, returns, keeps_states, reads)
 
 
 def _slots(sizes: _Sizes, evenness: float, *, per_slot: float, per_row: float) -> int:

@@ -15,7 +15,7 @@ from dapo_jax.models.architecture import Architecture, Layer
 from dapo_jax.models.attention import capped, matmul, softmax
 from dapo_jax.models.gated_delta import State, empty_state, next_token
 from dapo_jax.parallel.sharding import on_mesh
-from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, states_at, taken
+from dapo_jax.rollout.decoding import HEADS, ROWS, Held, OpenedCache, Plan, laid_out, taken
 
 
 @struct.dataclass
@@ -114,7 +114,11 @@ def _layer_at(layer: Any, sources: jax.Array, *, width: int) -> Any:
 @functools.partial(jax.jit, donate_argnums=(0,))
 def _with_prompts(rows: Any, prompts: Any, begins: jax.Array, places: jax.Array) -> Any:
     if isinstance(rows, State):
-        return states_at(rows, prompts, begins, places)
+
+        def chosen(row: jax.Array, prompt: jax.Array) -> jax.Array:
+            return jnp.where(begins.reshape(-1, *[1] * (row.ndim - 1)), taken(prompt, places), row)
+
+        return laid_out(jax.tree.map(chosen, rows, prompts))
     width, new = prompts.value.shape[2], begins[:, None, None, None]
     key, value = taken(prompts.key, places), taken(prompts.value, places)
     key = rows.key.at[..., :width].set(jnp.where(new, key, rows.key[..., :width]))

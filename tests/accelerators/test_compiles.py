@@ -15,7 +15,7 @@ from scatters import unordered
 
 from dapo_jax.models.architecture import Delta
 from dapo_jax.models.gated_delta import Inputs, empty_state, next_token, update_states
-from dapo_jax.models.state_kernels import update_for, update_on_gpu, update_on_tpu
+from dapo_jax.models.state_kernels import state_kernel, update_on_gpu, update_on_tpu
 from dapo_jax.parallel.compilation import compile_ahead, program_key
 from dapo_jax.parallel.devices import devices_of
 from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
@@ -190,22 +190,26 @@ def test_pages_are_never_copied(topology, compiled, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("topology", "update", "sizes"),
-    [(H100, update_on_gpu, 2.5), (V5E, update_on_tpu, 2.1), (H100, update_states, 3.6)],
+    ("topology", "kernel", "sizes"),
+    [(H100, update_on_gpu, 2.5), (V5E, update_on_tpu, 2.1), (H100, None, 3.6)],
     ids=["h100", "v5e", "h100, without a kernel"],
 )
-def test_a_token_moves_a_state_of_linear_attention_twice(topology, update, sizes):
-    """It reads it and writes it: 32 tokens of 512 rows of Qwen3.5-0.8B on a device. Without a kernel it reads twice."""
+def test_a_token_moves_a_state_of_linear_attention_twice(topology, kernel, sizes):
+    """It reads it and writes it: 32 tokens of 512 rows of Qwen3.5-0.8B on a device, at 512 of 1536 places.
+
+    Without a kernel it reads twice.
+    """
     delta, devices = Delta(key_heads=16, value_heads=16, key_dim=128, value_dim=128, filter_width=4), 8
     mesh, rows = make_mesh(-1, 1, 1, devices_of(topology, devices)), 512 * devices
-    if update is not update_states:
-        assert update_for(mesh, delta) is update
+    assert kernel in (None, state_kernel(mesh, delta))
 
     def array(dtype, *shape):
-        spec = PartitionSpec(*(BATCH_AXES if size == rows else None for size in shape))
+        spec = PartitionSpec(*(BATCH_AXES if size in (rows, 3 * rows) else None for size in shape))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, on_mesh(spec)))
 
-    def tokens(given, held, alive):
+    def tokens(given, held, alive, places):
+        update = functools.partial(kernel, places, places) if kernel else update_states
+
         def token(held, one):
             read, held = next_token(Inputs(one[0], given.filter, *one[1:]), held, alive, delta, update)
             return held, read
@@ -218,9 +222,12 @@ def test_a_token_moves_a_state_of_linear_attention_twice(topology, update, sizes
     with jax.set_mesh(mesh):
         given = Inputs(*(array(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)))
         held = jax.tree.map(lambda x: array(x.dtype, *x.shape), empty)
-        program = jax.jit(tokens, donate_argnums=1).lower(given, held, array(bool, rows)).compile()
+        if kernel:
+            held = held.replace(state=array(jnp.float32, 3 * rows, *empty.state.shape[1:]))
+        by_row = array(bool, rows), array(jnp.int32, rows)
+        program = jax.jit(tokens, donate_argnums=1).lower(given, held, *by_row).compile()
     costs = program_costs(program.as_text(), [0])
-    assert costs.bytes < 32 * sizes * held.state.size * 4 / devices and not costs.unknown
+    assert costs.bytes < 32 * sizes * empty.state.size * 4 / devices and not costs.unknown
 
 
 def test_an_update_compiles_with_algorithms_that_add_in_order(compiled):

@@ -95,18 +95,22 @@ def test_chunks_equal_the_recurrence_along_each_path_and_so_do_gradients():
 @pytest.mark.parametrize("update", [update_on_gpu, update_on_tpu])
 @pytest.mark.parametrize("heads", [6, 16])
 def test_a_kernel_changes_states_as_it_is_defined(update, heads):
-    """On eight devices, two of which have the heads of a row; rows that have ended keep their states to the bit."""
+    """On eight devices, two of which have the heads of a row; a row that has ended keeps its state to the bit."""
     rng, rows, inner, columns = np.random.default_rng(3), 8, 16, 128
-    shapes = (inner, columns), (inner,), (inner,), (columns,), (), ()
-    state, query, key, value, kept, beta = (rng.normal(size=(rows, heads, *shape)).astype("f") for shape in shapes)
+    shapes = (inner,), (inner,), (columns,), (), ()
+    query, key, value, kept, beta = (rng.normal(size=(rows, heads, *shape)).astype("f") for shape in shapes)
     kept, beta = (1 / (1 + np.exp(-x)) for x in (kept, beta))
     kept[3], beta[3] = 1.0, 0.0
-    arrays = state, query, key, value, kept, beta
+    pool = rng.normal(size=(4 * 7, heads, inner, columns)).astype("f")  # 7 places of each of 4 shards
+    reads, writes = np.array([0, 5, 2, 3, 4, 4, 6, 0]), np.array([1, 5, 6, 2, 3, 5, 6, 2])
+    found, expected = pool[7 * (np.arange(rows) // 2) + reads], pool.copy()
+    read, expected[7 * (np.arange(rows) // 2) + writes] = update_states(found, query, key, value, kept, beta)
+    arrays = reads.astype("int32"), writes.astype("int32"), pool, query, key, value, kept, beta
     with jax.set_mesh(mesh_of((2, 2, 2))):
-        read, new = jax.jit(functools.partial(update, interpret=True))(*arrays)
-    for found, expected in zip((read, new), update_states(*arrays), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
-    np.testing.assert_array_equal(new[3], state[3])
+        got, new = jax.jit(functools.partial(update, interpret=True))(*arrays)
+    np.testing.assert_allclose(got, read, rtol=0, atol=3e-5)
+    np.testing.assert_allclose(new, expected, rtol=0, atol=3e-5)
+    np.testing.assert_array_equal(new[7 + 2], pool[7 + 3])
 
 
 @pytest.mark.parametrize("length", [1, 3, CHUNK, CHUNK + 9])

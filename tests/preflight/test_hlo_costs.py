@@ -234,6 +234,15 @@ def test_logits_in_blocks_count_their_product():
     assert program_costs(text.replace("QUERY", "24,2,128"), HOST).flops == 2 * 256 * 64 * 24
 
 
+@pytest.mark.parametrize("target", [TRITON, MOSAIC])
+def test_states_are_read_and_written_at_the_places_of_rows(target):
+    """4 rows of 32 places; no product of matrices is counted."""
+    text = PAGED.replace("OPERANDS", "%ends, %ends, %pool").replace("TARGET", target).replace("NAME", "update_states")
+    text = text.replace("f32[QUERY]", "f32[32,2,16,16]").replace("QUERY", "4,2,16")
+    costs = program_costs(text.replace("  ROOT", "  %pool = f32[32,2,16,16] parameter(0)\n  ROOT"), HOST)
+    assert (costs.flops, costs.bytes) == (0, 2 * 4 * 4 + 2 * 4 * 2 * 16 * 16 * 4) and not costs.unknown
+
+
 GROUPED = """HloModule jit_f
 
 ENTRY %main (x: bf16[24,64], y: bf16[SECOND]) -> f32[RESULT] {

@@ -193,7 +193,11 @@ def assert_all_pages_are_free(queue: Queue) -> None:
         assert sorted(shard.free) == list(range(1, queue.layout.pages)) and not shard.prompts and not shard.left
         assert not shard.parked and not shard.returning
         assert sorted(shard.free_windows) == list(range(1, queue.layout.window_pages))
-        assert sorted(shard.free_states) == list(range(1, queue.layout.states))
+        states, both = queue.layout.states, queue.layout.states + queue.layout.row_states
+        assert [sorted(free) for free in (shard.free_states, shard.free_row_states)] == [
+            list(range(2, states)),
+            list(range(states, both)),
+        ]
 
 
 @functools.cache

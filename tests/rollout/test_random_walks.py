@@ -29,11 +29,12 @@ class Written(Counting):
     def __init__(self, layout, queue, window):
         super().__init__(ARCH, layout)
         self.queue, self.window, self.places, self.of_windows = queue, window, {}, {}
-        self.states = {}  # slot -> (row, tokens of its response that its states have seen)
+        self.states = {(shard, 0): "nothing" for shard in range(layout.shards)}  # what the states have seen
         self.skipped = 0
 
     def prefill(self, size, opened):
-        for prompt, shard, pages, window_pages, _ in opened:
+        for prompt, shard, pages, window_pages, state in opened:
+            self.states[shard, state] = "prompt", prompt
             for places, held in ((self.places, pages), (self.of_windows, window_pages)):
                 for number, page in enumerate(held, len(pages) - len(held)):
                     self.write(places, shard, page, ("prompt", prompt), number * self.layout.page_length, whole=True)
@@ -56,26 +57,27 @@ class Written(Counting):
             given = one.table, one.seen, one.held - len(one.seen)
             self.assert_sees(shard, one.row, one.sampled, *given, more=self.layout.chunk)
 
-    def see(self, turn, ends):
-        """What rows have in their states after a chunk, each at most until its turn ends."""
-        slots, chunk, found = turn.shape.slots, self.layout.chunk, {}
-        for slot in np.flatnonzero(turn.sources >= 0).tolist():
-            found[slot] = self.states[slot // slots, int(turn.sources[slot])]
+    def see(self, turn):
+        """The states that rows read have seen all tokens before; those that they write, more, until their turns end."""
+        slots, read, written = turn.shape.slots, turn.states.reads, {}
         for slot in np.flatnonzero(turn.rows >= 0).tolist():
-            row, sampled, skips = int(turn.rows[slot]), int(turn.sampled[slot]), int(turn.skips[slot])
-            if skips > 0:
-                self.skipped += skips
-                length, page = self.layout.page_length, int(turn.destinations[slot])
-                for token in range(sampled, sampled + skips):
-                    assert self.places[slot // slots, page, token % length] == (("row", row), token)
-            assert found.get(slot, (row, 0)) == (row, sampled + max(skips, 0))
-            found[slot] = row, min(sampled + chunk, int(ends[row]))
-        self.states = {(slot // slots, slot % slots): seen for slot, seen in found.items()}
+            shard, row, sampled = slot // slots, int(turn.rows[slot]), int(turn.sampled[slot])
+            known = sampled + max(int(turn.skips[slot]), 0)
+            self.skipped += known - sampled
+            for token in range(sampled, known):
+                page = int(turn.destinations[slot])
+                assert self.places[shard, page, token % self.layout.page_length] == (("row", row), token)
+            prompt = row // self.layout.num_samples
+            fresh = ("prompt", prompt) if self.queue.prompt_lengths[prompt] > 1 else "nothing"
+            assert self.states[shard, int(read[slot])] == (("row", row, known) if known else fresh)
+            written[shard, int(turn.states.writes[slot])] = "row", row, min(sampled + self.layout.chunk, self.ends[row])
+        assert len(written) == (turn.rows >= 0).sum() and all(place >= self.layout.states for _, place in written)
+        self.states |= written
 
     def decode(self, turn):
         slots, windows, written = turn.shape.slots, turn.windows, Counter()
         if self.layout.states:
-            self.see(turn, self.ends)
+            self.see(turn)
         for slot in np.flatnonzero(turn.rows >= 0).tolist():
             seen, first = (windows.table[slot], int(windows.first[slot])) if self.window else ([], 0)
             given = slot // slots, int(turn.rows[slot]), int(turn.sampled[slot])
@@ -88,7 +90,7 @@ class Written(Counting):
                 written[shard, page] += 1
             else:
                 assert sampled + self.layout.chunk >= self.queue.limits[row], "what this chunk adds is read later"
-                assert not self.layout.keeps_slots
+                assert not self.layout.keeps_states
             if self.window and page:
                 self.write(self.of_windows, shard, windows.destinations[slot], ("row", row), sampled)
         assert max(written.values(), default=1) == 1
