@@ -8,6 +8,9 @@ that begins after n pages, a window reaches the last `reach` of them. A prompt h
 its rows share. A row takes one for each chunk that it adds; once `reach` pages are its own, that is the oldest of them:
 this chunk reads it before it is written, and no later one sees it. So a shard needs at most `reach` pages for each slot
 and each open prompt. Rows that wait for an environment have more while there are enough.
+
+States of layers with linear attention lie at places of a pool: those of prompts, and of rows. A row's first chunk reads
+its prompt's and writes its own.
 """
 
 from collections import deque

@@ -70,7 +70,7 @@ def test_whole_chunks_of_an_answer_are_read_at_once(chunk, most):
 
 
 @pytest.mark.parametrize(("kind", "limit", "most"), [(CALCULATOR, 320, 1.9), (LAKE, 320, 2.0), (SEARCH, 4096, 1.35)])
-def test_rows_with_states_go_on_in_their_slots(kind, limit, most):
+def test_rows_with_states_go_on_inside_of_a_chunk(kind, limit, most):
     """Three of four layers have states. If a rule may end turns, rows begin again from their prompts."""
     layers = dataclasses.replace(SMALL.pattern[0], delta=True), SMALL.pattern[0]
     delta = Delta(key_heads=9, value_heads=9, key_dim=64, value_dim=64, filter_width=4)
