@@ -3,7 +3,7 @@
     python -m dapo_jax.train --config configs/qwen3.5_35b_a3b_math.py
 
 Hardware: 16 devices of 80 GB on two hosts. Compiled for 16 H100s, all programs take 66.7 of 71.2 GiB (docs/scaling.md),
-and a step of longest responses at least 4.2 hours, 3.4 of them sampling. It has not been run. On 64 devices:
+and a step of longest responses at least 3.9 hours, 3.1 of them sampling. It has not been run. On 64 devices:
 --config.mesh.fsdp=16.
 Published: nothing for this recipe.
 
