@@ -102,7 +102,8 @@ def next_token(
     """One token of each row: what is read [B, 1, V, J], and the state with it where `alive` [B]; else as it was.
 
     Args:
-        held: its states are those that `update` takes and returns, in place of `update_states`' own.
+        held: of these rows; with the `update` of a kernel, its `state` has all places of the pool.
+        update: takes and returns `held.state`, as `update_states` does.
     """
     rows, _, channels = inputs.channels.shape
     seen = jnp.concatenate([held.tail.reshape(rows, -1, channels), inputs.channels], axis=1)

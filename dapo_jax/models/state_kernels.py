@@ -17,12 +17,12 @@ from jax.experimental.pallas import triton
 from jax.sharding import Mesh, PartitionSpec
 
 from dapo_jax.models.architecture import Delta
-from dapo_jax.parallel.devices import compiles_triton
+from dapo_jax.parallel.devices import is_before_ampere
 from dapo_jax.parallel.mesh import BATCH_AXES, platform
 from dapo_jax.parallel.sharding import on_mesh
 
 COLUMNS = 64  # of a program on a GPU
-HEADS = 8  # of a program on a TPU; or all
+HEADS_AT_ONCE = 8  # in a program on a TPU; or all
 ROWS, ROW_HEADS = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")
 # (reads [b], writes [b], pool [S, V, I, J], then as `gated_delta.update_states`) -> (what is read [b, V, J], pool).
 # No row reads what another one writes.
@@ -37,7 +37,7 @@ def state_kernel(mesh: Mesh, delta: Delta | None) -> UpdatePlaces | None:
     if platform(mesh) == "tpu":
         return update_on_tpu if all(size % 128 == 0 for size in sizes) else None
     powers = all(size >= 16 and size.bit_count() == 1 for size in sizes)
-    return update_on_gpu if platform(mesh) == "gpu" and compiles_triton(device) and powers else None
+    return update_on_gpu if platform(mesh) == "gpu" and powers and not is_before_ampere(device) else None
 
 
 def fits_all(delta: Delta) -> bool:
@@ -92,7 +92,7 @@ def _by_heads(
     query, key, value, *shares = vectors
     kept, beta = (jnp.broadcast_to(x[..., None], value.shape) for x in shares)
     (rows, heads, columns), inner = value.shape, pool.shape[2]
-    block = HEADS if heads % HEADS == 0 else heads
+    block = HEADS_AT_ONCE if heads % HEADS_AT_ONCE == 0 else heads
 
     def of_rows(size: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, block, size), lambda row, part, *_: (row, part, 0))

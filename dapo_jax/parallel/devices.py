@@ -83,13 +83,13 @@ def limits_of(device: Any) -> Limits:
 
 def multiplies_bfloat16(device: Any) -> bool:
     """Whether bfloat16 products are fast: not on CPUs, nor on NVIDIA GPUs before Ampere (T4, V100)."""
-    return device.platform != "cpu" and compiles_triton(device)
+    return device.platform != "cpu" and not is_before_ampere(device)
 
 
-def compiles_triton(device: Any) -> bool:
-    """Whether Triton compiles for a GPU: for NVIDIA's from Ampere on. True for all other devices."""
+def is_before_ampere(device: Any) -> bool:
+    """Whether this is an NVIDIA GPU before Ampere (T4, V100), for which Triton does not compile."""
     generation = cuda_generation(device)
-    return generation is None or generation >= AMPERE
+    return generation is not None and generation < AMPERE
 
 
 def cuda_generation(device: Any) -> int | None:

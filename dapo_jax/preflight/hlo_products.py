@@ -14,7 +14,7 @@ TREE = re.compile(r"tree_attention_(fwd|dq|dkv)")
 CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
 PAGED = re.compile(r"paged_attention(_of_runs)?/pallas_call")
-BLOCK_SUMS, STATES = "block_sums/pallas_call", "update_states"
+BLOCK_SUMS, STATES = "block_sums/pallas_call", "update_states/pallas_call"
 GROUPED = re.compile(r"grouped_(outer_)?products\b")
 FLOATS = ("bf16", "f16", "f32")
 

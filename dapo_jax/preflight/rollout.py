@@ -62,10 +62,8 @@ def plan_round(
         stops: as in `choose_layout`.
     """
 
-    ends = {"returns": returns, "stops": stops}
-
     def planned(responses: np.ndarray, prompts: np.ndarray) -> RoundPlan:
-        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None, limits, ends)
+        return _plan(settings, weights, responses, prompts, free_bytes, segment_length or None, limits, returns, stops)
 
     if not segment_length:
         return planned(response_lengths, prompt_lengths)
@@ -95,13 +93,14 @@ def _plan(
     free_bytes: float,
     max_tokens: int | None,
     limits: bool,
-    ends: Mapping[str, bool],
+    returns: bool,
+    stops: bool,
 ) -> RoundPlan:
     history = LengthHistory(settings.max_response_length)
     history.add(responses.reshape(-1))
     (attend, _), samples = page_attention(settings), responses.shape[1]
     given = cache_dtype(weights), prompts, samples, history, free_bytes
-    layout = choose_layout(settings, attend, *given, max_tokens=max_tokens, **ends)
+    layout = choose_layout(settings, attend, *given, max_tokens=max_tokens, returns=returns, stops=stops)
     limit = max_tokens or settings.max_response_length
     counted, work = walk_lengths(
         settings.arch,

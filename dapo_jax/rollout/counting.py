@@ -43,8 +43,8 @@ class RowStates(NamedTuple):
 
     reads: Any  # [b] int32, before the chunk: its prompt's for a row that begins, 0 without a row, else as ...
     writes: Any  # [b] int32, ... after it, its own; 0 = no row
-    # [b] int32, of a row that has waited, the first tokens of the chunk, which it has read before: the states have seen
-    # them, the page has their keys and values, and nothing is read or drawn. -1 = it has not waited
+    # [b] int32, of a row that returns, the first tokens of the chunk, which it has read before: the states have seen
+    # them, the page has their keys and values, and nothing is read or drawn. -1 of others; None = no row does so
     skips: Any
 
 
@@ -62,7 +62,7 @@ class Turn(NamedTuple):
 
     shape: Shape
     rows: np.ndarray  # [b] response of each slot, -1 = none, or it waits
-    sources: np.ndarray  # [b], also of rows that wait, or return
+    sources: np.ndarray  # [b], also of rows that wait or return in their slots
     skips: np.ndarray  # [b], of a row that returns with its slot or its states, tokens that it skips; -1 of others
     sampled: np.ndarray  # [b]
     table: np.ndarray  # [b, M]

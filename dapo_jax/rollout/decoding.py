@@ -61,8 +61,9 @@ class Held:
 class Plan:
     """What b slots do in a chunk, in arrays of the host or of the devices. A slot without a row has number -1."""
 
-    sources: Any  # [b] int32, where the row was in the last chunk among the shard's own slots; -1 = it begins
-    first_tokens: Any  # [b] int32, the token before the first that a row draws which begins
+    # [b] int32, where the row was in the last chunk among the shard's own slots; -1 = it begins, or returns to a slot
+    sources: Any
+    first_tokens: Any  # [b] int32, the token before the first that such a row draws
     numbers: Any  # [b] int32, prompt number, ...
     samples: Any  # [b] int32, ... and sample: the address of its draws
     prompt_lengths: Any  # [b] int32
@@ -200,11 +201,11 @@ def decode(
     keys = keys_of(seed, purpose, plan.numbers, plan.samples)
     tokens = jnp.where(begins, plan.first_tokens, taken(held.tokens, plan.sources))
     finished = before = idle | (~begins & taken(held.finished, plan.sources))
-    cache = held.cache.opened(plan, arch)
+    cache, skips = held.cache.opened(plan, arch), None if plan.states is None else plan.states.skips
 
     def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
         tokens, finished, carried = carry
-        reads = ~finished if plan.states is None else ~finished & (index >= plan.states.skips)
+        reads = ~finished if skips is None else ~finished & (index >= skips)
         attend = functools.partial(cache.attend, (index, reads))
         layers = list(zip(cache.fixed, carried, strict=True))
         places = plan.prompt_lengths - 1 + plan.sampled + index
@@ -221,7 +222,7 @@ def decode(
             drawn, ended = jnp.where(given < 0, drawn, given), (ended & (given < 0)) | (index + 1 >= plan.room)
         drawn = jnp.where(finished, pad_id, drawn)
         carry, experts = (drawn, finished | ended, [carried for _, carried in layers]), _recorded(experts, choices)
-        if experts is not None and plan.states is not None:
+        if experts is not None and skips is not None:
             experts = jnp.where(reads[:, None, None], experts, -1)
         return carry, (drawn, ~finished, logprobs, experts)
 

@@ -190,7 +190,8 @@ class Pending:
         return np.flatnonzero(self._responses.parked)
 
     def resume(self, row: int, tokens: Sequence[int]) -> None:
-        """A row that waits goes on after these tokens. Until then it keeps its slot, or its pages if there are enough.
+        """A row that waits goes on after these tokens. Until then it keeps its slot, or its pages and states while
+        there are enough.
 
         Several processes resume and end the same rows, in the same order, between the same calls of `step`.
 

@@ -37,6 +37,9 @@ def cache_dtype(params: Params) -> np.dtype:
     return matrix_dtype(params["layers"][0])
 
 
+SCRATCH_STATE, RESERVED_STATES = 1, 2  # the place of states that is written without a row; places from 0 like it
+
+
 class Shape(NamedTuple):
     """That of a program that decodes."""
 
@@ -66,8 +69,8 @@ class Layout:
     stretches: tuple[int, ...] = ()  # tokens that a row draws of which a slot may hold the keys, ascending; () = pages
     window_pages: int = 0  # of a shard and a layer with a window, with page 0; 0 = no layer has one
     reach: int = 0  # pages that a window reaches behind a chunk
-    # of a shard, for prompts' states, with place 0 for those without tokens, and 1, a scratch place; 0 = no layer has
-    # states, or stretches
+    # of a shard, for prompts' states, with RESERVED_STATES: that of prompts without tokens, and a scratch place; 0 = no
+    # layer has states, or stretches
     states: int = 0
     row_states: int = 0  # places behind these, for the states of rows
     together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row

@@ -30,9 +30,9 @@ from dapo_jax.rollout.decoding import (
     laid_out,
     taken,
 )
+from dapo_jax.rollout.layout import SCRATCH_STATE
 
 LEAST_TAIL = 16  # tokens of a tail that a kernel takes
-SCRATCH = 1  # the place of states that is written where there is no row
 
 
 @struct.dataclass
@@ -65,7 +65,7 @@ class Pages:
 
     def opened(self, plan: Plan, arch: Architecture) -> OpenedCache:
         page_length = next(held.shape[2] for held in self.layers if not isinstance(held, State))
-        goes_on = plan.states is not None and plan.given is not None  # rows may, inside of a chunk
+        goes_on = plan.states is not None and plan.states.skips is not None  # rows may, inside of a chunk
         cached = plan.prompt_lengths - 1  # tokens of the prompt in its pages, which end with the last of them
         starts = -cached % page_length
         ends = jnp.where(plan.numbers < 0, 0, cached + starts + plan.sampled)
@@ -83,7 +83,7 @@ class Pages:
                 update = update_states
                 if self.update is not None:
                     read_at = jnp.where(moment[0] == 0, plan.states.reads, plan.states.writes)
-                    places = read_at, jnp.maximum(plan.states.writes, SCRATCH)
+                    places = read_at, jnp.maximum(plan.states.writes, SCRATCH_STATE)
                     update = functools.partial(self.update, *places)
                 read, state = next_token(given[0], tail, moment[1], arch.delta, update)
                 return read, (held, state)

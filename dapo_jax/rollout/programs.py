@@ -110,7 +110,7 @@ class Calls:
         windows = Seen(self._rows(used, layout.reach), row, row) if layout.reach else None
         given = (self._rows(used, layout.chunk), row) if layout.returns else (None, None)
         runs = Together(row, row) if layout.together else None
-        states = RowStates(row, row, row) if layout.states else None
+        states = RowStates(row, row, row if layout.keeps_states else None) if layout.states else None
         plan = Plan(row, row, row, row, row, row, row, table, row, states, windows, runs, *given)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.settings.mesh))
         held = self.held(shape if layout.stretches else None)

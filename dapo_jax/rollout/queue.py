@@ -161,7 +161,7 @@ class Queue:
         rows, (sources, skips) = np.full(used, -1), np.full((2, used), -1, np.int32)
         sampled, destinations, first, window_destinations = np.zeros((4, used), np.int32)
         reads, writes = np.zeros((2, used), np.int32)
-        states = RowStates(reads, writes, skips) if layout.states else None
+        states = RowStates(reads, writes, skips if layout.keeps_states else None) if layout.states else None
         table, seen = np.zeros((used, layout.row_pages), np.int32), np.zeros((used, layout.reach), np.int32)
         runs = Together(*np.zeros((2, used), np.int32)) if layout.together else None
         pages = window_pages = prompt_pages = run_pages = longest = 0

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapo_jax.rollout.layout import Layout
+from dapo_jax.rollout.layout import RESERVED_STATES, Layout
 
 ENDED, WAITS, ALIVE = range(3)  # states of a response: WAITS for tokens that the policy does not write
 States = Callable[[np.ndarray], np.ndarray]  # rows [B] -> [B], as far as they are known
@@ -63,7 +63,7 @@ class Row:
     state: int = 0  # the place of its states: its prompt's until it has had a chunk, then ...
     own_state: int = 0  # ... its own
     slot: int = -1  # in the last chunk; it stays there while the ladder has it
-    skips: int = -1  # of the next chunk, tokens read before it waited, with its slot or states; -1 = it has not waited
+    skips: int = -1  # if it has just returned with its slot or states, tokens of the next chunk read before; else -1
     pages: list[int] = field(default_factory=list)  # its own
     seen: list[int] = field(default_factory=list)  # pages that a window sees, the newest last: its prompt's, its own
     window_pages: list[int] = field(default_factory=list)  # of those its own, with that of the chunk being decoded
@@ -85,7 +85,7 @@ class Shard:
         self.parked: dict[int, Row | None] = {}  # for tokens; None = without what they have drawn
         self.free = list(range(layout.pages - 1, 0, -1))
         self.free_windows = list(range(layout.window_pages - 1, 0, -1))
-        self.free_states = list(range(layout.states - 1, 1, -1))  # of prompts
+        self.free_states = list(range(layout.states - 1, RESERVED_STATES - 1, -1))  # of prompts
         self.free_row_states = list(range(layout.states + layout.row_states - 1, layout.states - 1, -1))
         self.prompts: dict[int, OpenPrompt] = {}
         self.left: dict[int, int] = {}  # rows of each prompt that still need it
@@ -184,7 +184,7 @@ class Shard:
         self.returning.append(row)
 
     def grant(self) -> dict[int, Granted]:
-        """Gives pages to each row that continues after the next chunk, the oldest first, and starts waiting rows."""
+        """Gives pages to each row whose next chunk may be read later, the oldest first, and starts waiting rows."""
         granted: dict[int, Granted] = {}
         young: list[int] = []
         live, self.live = deque(self.live), []
@@ -205,7 +205,8 @@ class Shard:
                 break  # for each row that lives, a page for its next chunk
             row = self.returning.popleft() if self.returning else self._begin(self.waiting.popleft())
             if self._needs_page(row):
-                assert self._has_page(row)
+                has_page = self._has_page(row)
+                assert has_page
                 granted[row.number] = self._take(row)
             self.live.append(row)
         return granted
@@ -284,7 +285,8 @@ class Shard:
             self._done(number)
         row = Row(number, table, len(pages), self.layout.prefilled, state, seen=list(windows))
         if self.layout.states:
-            assert self._is_free(lambda: bool(self.free_row_states))
+            is_free = self._is_free(lambda: bool(self.free_row_states))
+            assert is_free, "there is a place for each slot"
             row.own_state = self.free_row_states.pop()
         return row
 

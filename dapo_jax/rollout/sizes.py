@@ -12,7 +12,7 @@ from dapo_jax.models.gated_delta import state_bytes
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered, most_together
 from dapo_jax.models.state_kernels import fits_all
 from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, open_prompts, own_pages
+from dapo_jax.rollout.layout import RESERVED_STATES, EngineSettings, Layout, PrefillSize, open_prompts, own_pages
 from dapo_jax.rollout.lengths import LengthHistory
 
 ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is not faster
@@ -173,11 +173,8 @@ def _of_pages(
     divided = chunk < length and (returns or arch.window is None)
     chunk = max(1 << chunk.bit_length() - 1, settings.least_chunk) if divided else length
     prefills = _prefills(sizes, length)
-    prompt, own, of_layer = (
-        prefills[-1].width // length,
-        own_pages(drawn, chunk, length, keeps_states),
-        length * sizes.token_bytes,
-    )
+    prompt, own = prefills[-1].width // length, own_pages(drawn, chunk, length, keeps_states)
+    of_layer = length * sizes.token_bytes
     row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
     # A chunk inside a page sees one page more; so it stays when a row goes back to a chunk that had begun a page.
     reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1) + returns, max(row_pages, 1))
@@ -190,7 +187,7 @@ def _of_pages(
     per_slot += (2 + keeps_states + copied) * sizes.state_bytes  # of a row, its prompt, and a row that waits
     tokens = min(history.held(), drawn) + length / 2 + (mean_prompt + length / 2) / sizes.num_samples
     per_row = tokens / length * full.bytes + min(tokens / length, windowed.own + windowed.prompt) * windowed.bytes
-    places = (3 * prefills[0].at_once + 2) * sizes.state_bytes  # of prompts that wait, and are being read
+    places = (3 * prefills[0].at_once + RESERVED_STATES) * sizes.state_bytes  # of prompts that wait, and are being read
     sizes = sizes._replace(memory=max(sizes.memory - places, 1.0) if sizes.memory else 0.0)  # 0 = not known
     slots = _slots(sizes, history.evenness(), per_slot=per_slot, per_row=per_row)
     keeps = returns and (keeps_states or not arch.delta)  # rows that wait for an environment keep their pages
@@ -208,7 +205,7 @@ def _of_pages(
     ladder = rungs(slots, FEW_STEPS if history.evenness() >= EQUAL else STEPS, least=ROW_MULTIPLE)
     held = pages, length, chunk, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
     together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
-    states = (open_prompts(slots, prefills) + 2, slots * (1 + keeps_states)) if arch.delta else (0, 0)
+    states = (open_prompts(slots, prefills) + RESERVED_STATES, slots * (1 + keeps_states)) if arch.delta else (0, 0)
     # The pages of a row are listed for each token; where they are gathered, that takes as much memory as a slot does.
     fitting = slots // chunk if gathers else LISTED // (chunk * row_pages)
     most = max(min(sizes.at_once(chunk), slots, fitting), 1) if returns and not arch.delta else 0

@@ -1,6 +1,6 @@
 """Random episodes through queues with few pages: what each chunk sees of a row's pages is what was written there.
 
-Where layers have states, those of a row's slot have seen all that comes before the tokens that it reads.
+Where layers have states, those that a row reads have seen all tokens before.
 """
 
 import dataclasses

@@ -76,20 +76,24 @@ def times_begun(turns):
 
 
 @pytest.mark.slow
-@pytest.mark.long("pages-16", "eight")
+@pytest.mark.long("pages-16", "kernel", "eight")
 @pytest.mark.parametrize(
     ("kind", "chunk", "shape"),
     [
         pytest.param("pages", 8, (1, 1, 1), id="pages-16"),
         pytest.param("pages", 4, (1, 1, 1), id="pages-4"),
+        pytest.param("kernel", 8, (1, 1, 1), id="kernel"),
         pytest.param("stretches", 30, (1, 1, 1), id="stretches"),
         pytest.param("pages", 8, (2, 2, 2), id="eight"),
     ],
 )
 def test_rows_that_wait_keep_their_states(kind, chunk, shape, rollouts, monkeypatch):
     """On pages they go on inside of a chunk."""
-    chunks = turns_of_queues(monkeypatch)
-    sizes = {"max_num_seqs": 10 * shape[0] * shape[1], "delay": 3, "least_page": 16, "chunk_length": chunk}
+    chunks, sizes = turns_of_queues(monkeypatch), {"delay": 3, "least_page": 16, "chunk_length": chunk}
+    if kind == "kernel":
+        monkeypatch.setattr(programs, "state_kernel", lambda *_: INTERPRETED_UPDATE)
+        kind, sizes["least_page"] = "pages", 32  # programs of its own
+    sizes["max_num_seqs"] = 10 * shape[0] * shape[1]
     found, turns = played(kind, mesh_of(shape), rollouts=rollouts, **sizes)
     rollouts.assert_tokens_drawn(found, FREE)
     skipped = np.concatenate([turn.skips for turn in chunks])
