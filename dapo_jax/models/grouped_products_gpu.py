@@ -37,8 +37,6 @@ def products(
     found = pl.pallas_call(
         functools.partial(_products_kernel, sizes=(block, inner, width), transposed=transposed),
         grid=(padded // width, len(blocks.group)),  # a block's columns together: its rows are then in the cache
-        in_specs=[_whole(one) for one in (x, weights, *blocks)],
-        out_specs=pl.BlockSpec((len(x), padded), lambda *_: (0, 0)),
         out_shape=jax.ShapeDtypeStruct((len(x), padded), jnp.float32),
         name="grouped_products",
         **_options(block, interpret),
@@ -82,8 +80,8 @@ def outer_products(x: jax.Array, y: jax.Array, sizes: jax.Array, *, interpret: b
         in_specs=[
             pl.BlockSpec((len(x), tall), lambda column, row, _: (0, row)),
             pl.BlockSpec((len(y), wide), lambda column, row, _: (0, column)),
-            _whole(ends),
-            _whole(ends),
+            pl.BlockSpec(),  # all of them
+            pl.BlockSpec(),
         ],
         out_specs=pl.BlockSpec((None, tall, wide), lambda column, row, group: (group, row, column)),
         out_shape=jax.ShapeDtypeStruct((len(sizes), x.shape[1], y.shape[1]), x.dtype),
@@ -125,10 +123,6 @@ def _padded_columns(x: jax.Array, first: int, multiples: tuple[int, ...]) -> jax
     """The dimensions from `first` on up to multiples."""
     missing = [(0, -size % multiple) for size, multiple in zip(x.shape[first:], multiples, strict=True)]
     return jnp.pad(x, ((0, 0),) * first + tuple(missing))
-
-
-def _whole(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def _options(block: int, interpret: bool) -> dict[str, Any]:

@@ -91,14 +91,9 @@ def _call(
     interpret: bool,
     **sizes: Any,
 ) -> list[jax.Array]:
-    def whole(x: Any) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
-
     return pl.pallas_call(
         functools.partial(kernel, **sizes),
         grid=grid,
-        in_specs=[whole(x) for x in arrays],
-        out_specs=[whole(x) for x in results],
         out_shape=results,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,

@@ -76,8 +76,6 @@ def _by_columns(*arrays: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Arr
     return pl.pallas_call(
         kernel,
         grid=(rows, heads, columns // block),
-        in_specs=[_whole(x) for x in arrays],
-        out_specs=[_whole(x) for x in (value, pool)],
         out_shape=_results(value, pool),
         input_output_aliases={2: 1},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
@@ -133,7 +131,3 @@ def _changed(
 
 def _results(*arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-
-
-def _whole(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))

@@ -59,8 +59,6 @@ def _product(
     logits, highest, totals = pl.pallas_call(
         functools.partial(_kernel, high=high, cap=arch.logit_cap, vocab_size=arch.vocab_size),
         grid=(pl.cdiv(rows, high), blocks),
-        in_specs=[_whole(x.shape) for x in (table, first, hidden, temperature)],
-        out_specs=[_whole(shape) for shape in shapes],
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         compiler_params=triton.CompilerParams(num_warps=8 if high == ROWS else 4, num_stages=3),
         interpret=interpret,
@@ -92,7 +90,3 @@ def _kernel(
     triton.store(logits_ref.at[rows, block, :], logits, mask=wide[BLOCK])
     triton.store(highest_ref.at[block, rows], highest, mask=real)
     triton.store(totals_ref.at[block, rows], totals, mask=real)
-
-
-def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))

@@ -11,6 +11,9 @@ from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.layers import matrix_dtype
 from dapo_jax.models.transformer import Params
 
+SCRATCH_STATE = 1  # the place of states that is written where there is no row
+RESERVED_STATES = 2  # places that no prompt and no row has: 0, which stays empty, and that one
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -35,9 +38,6 @@ class EngineSettings:
 def cache_dtype(params: Params) -> np.dtype:
     """Keys and values have the dtype of the matrices."""
     return matrix_dtype(params["layers"][0])
-
-
-SCRATCH_STATE, RESERVED_STATES = 1, 2  # the place of states that is written without a row; places from 0 like it
 
 
 class Shape(NamedTuple):

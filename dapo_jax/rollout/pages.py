@@ -80,12 +80,7 @@ class Pages:
             held, tail = layer
             if kind.delta:
                 assert arch.delta is not None
-                update = update_states
-                if self.update is not None:
-                    read_at = jnp.where(moment[0] == 0, plan.states.reads, plan.states.writes)
-                    places = read_at, jnp.maximum(plan.states.writes, SCRATCH_STATE)
-                    update = functools.partial(self.update, *places)
-                read, state = next_token(given[0], tail, moment[1], arch.delta, update)
+                read, state = next_token(given[0], tail, moment[1], arch.delta, self._update_at(moment[0], plan))
                 return read, (held, state)
             (index, is_read), (query, key, value, sink) = moment, given
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
@@ -162,6 +157,13 @@ class Pages:
             return sharded(query[:, 0], held, reading, sink)[:, None], held
 
         return attend
+
+    def _update_at(self, index: jax.Array, plan: Plan) -> Callable[..., Any]:
+        """How the token at `index` of a chunk changes states: the first one moves them from where rows read them."""
+        if self.update is None:
+            return update_states
+        reads = jnp.where(index == 0, plan.states.reads, plan.states.writes)
+        return functools.partial(self.update, reads, jnp.maximum(plan.states.writes, SCRATCH_STATE))
 
     def _tail(self, rows: int, pages: jax.Array) -> jax.Array:
         """Tails of `rows` for such pages, in which there is nothing."""

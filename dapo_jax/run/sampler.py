@@ -19,7 +19,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered
 from dapo_jax.monitor.timers import Stage
-from dapo_jax.parallel.devices import AMPERE, cuda_generation
+from dapo_jax.parallel.devices import AMPERE, cuda_generation, is_before_ampere
 from dapo_jax.parallel.mesh import platform
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
@@ -226,9 +226,9 @@ def page_attention(settings: EngineSettings) -> tuple[AttendPages | None, str]:
     length = max(settings.chunk_length or CHUNK, settings.least_page)
     if device == "cpu":
         return None, ""
-    capability = cuda_generation(settings.mesh.devices.flat[0])
-    if capability is not None and capability < AMPERE:
-        return attend_gathered, f"compute capability {AMPERE}.0, not {capability}"
+    first = settings.mesh.devices.flat[0]
+    if is_before_ampere(first):
+        return attend_gathered, f"compute capability {AMPERE}.0, not {cuda_generation(first)}"
     if device == "tpu":
         fits, numbers = size % 64 == 0 and length % 16 == 0, "multiples of 64 and 16"
         kernel = paged_attention_tpu.attend

@@ -27,6 +27,7 @@ from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.weights import cast_matrices, init_params
+from dapo_jax.parallel import devices as devices_module
 from dapo_jax.preflight.rollout import walk_lengths
 from dapo_jax.rollout import engine as engine_module
 from dapo_jax.rollout.engine import GivenUp
@@ -55,7 +56,8 @@ KINDS = ("pages", "stretches")
 )
 def test_attention_to_pages_fits_the_devices_or_gathers_and_says_so(device, size, length, kernel, monkeypatch, caplog):
     monkeypatch.setattr(sampler_module, "platform", lambda mesh: device)
-    monkeypatch.setattr(sampler_module, "cuda_generation", lambda _: {"gpu": 8, "old gpu": 7}.get(device))
+    for module in (sampler_module, devices_module):
+        monkeypatch.setattr(module, "cuda_generation", lambda _: {"gpu": 8, "old gpu": 7}.get(device))
     arch = dataclasses.replace(ARCH, head_dim=size)
     settings = engine_settings(one_device_mesh(), arch=arch, chunk_length=length)
     engine = build_engine(settings)
