@@ -129,9 +129,10 @@ def _programs(calls: Calls, counted: Counting, weights: Params) -> Iterator[Prog
     for size in {**counted.prefills, layout.prefills[-1]: 0}:
         name = f"prefill {size.at_once} prompts a shard, width {size.width}"
         yield Program("prefill", name, counted.prefills[size], lambda size=size: calls.lower_prefill(size), held)
-    for rows in layout.reads[:1]:
-        name = f"read a chunk of an environment's tokens of {rows} rows a shard"
-        yield Program("prefill", name, 0, lambda rows=rows: calls.lower_read(rows), held)
+    for size in layout.reads:
+        if size.rows == max(one.rows for one in layout.reads if one.tokens == size.tokens):
+            name = f"read {size.tokens} tokens of an environment of {size.rows} rows a shard"
+            yield Program("prefill", name, 0, lambda size=size: calls.lower_read(size), held)
     shapes = counted.decodes if layout.stretches else [layout.first_shape._replace(slots=n) for n in layout.ladder]
     for shape in shapes:
         chunks, pairs = counted.decodes[shape], None
@@ -171,9 +172,9 @@ class KnownLengths:
         """As `queue.Outcome`."""
         return np.where((rows >= 0) & (self.seen < self.lengths)[rows], ALIVE, ENDED)
 
-    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def are_given(self, rows: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
         """As `queue.Outcome`: the policy writes all."""
-        return np.zeros(len(rows), bool)
+        return np.zeros((len(rows), length), bool)
 
 
 def walk_lengths(

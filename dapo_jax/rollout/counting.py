@@ -9,8 +9,8 @@ import numpy as np
 from dapo_jax.data.work import Work
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
-from dapo_jax.rollout.layout import Layout, PrefillSize, Shape
-from dapo_jax.rollout.shards import KnownChunk
+from dapo_jax.rollout.layout import Layout, PrefillSize, ReadSize, Shape
+from dapo_jax.rollout.shards import Known
 
 
 class Opened(NamedTuple):
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
 
     table: Any  # [b, R] int32, the last pages of each row, in the order of their tokens
     first: Any  # [b] int32, the number of the first of them among all pages of the row
-    destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
+    destinations: Any  # as in `decoding.Plan`
 
 
 class Together(NamedTuple):
@@ -43,9 +43,6 @@ class RowStates(NamedTuple):
 
     reads: Any  # [b] int32, before the chunk: its prompt's for a row that begins, 0 without a row, else as ...
     writes: Any  # [b] int32, ... after it, its own; 0 = no row
-    # [b] int32, of a row that returns, the first tokens of the chunk, which it has read before: the states have seen
-    # them, the page has their keys and values, and nothing is read or drawn. -1 of others; None = no row does so
-    skips: Any
 
 
 class PagesSeen(NamedTuple):
@@ -63,10 +60,11 @@ class Turn(NamedTuple):
     shape: Shape
     rows: np.ndarray  # [b] response of each slot, -1 = none, or it waits
     sources: np.ndarray  # [b], also of rows that wait or return in their slots
-    skips: np.ndarray  # [b], of a row that returns with its slot or its states, tokens that it skips; -1 of others
+    returns: np.ndarray  # [b] bool, the host knows the last token before the chunk, the slot does not
     sampled: np.ndarray  # [b]
+    counts: np.ndarray  # [b] tokens of the chunk until the row stops for an answer that is known
     table: np.ndarray  # [b, M]
-    destinations: np.ndarray  # [b]
+    destinations: np.ndarray  # [b], or [b, 2]
     states: RowStates | None
     windows: Seen | None
     runs: Together | None
@@ -97,13 +95,13 @@ class Counting:
         first = self.layout.prefilled
         return (first, np.concatenate([self.layout.rows(one.prompt) for one in opened])) if first else None
 
-    def read(self, rows: int, known: Sequence[Sequence[KnownChunk]]) -> None:
-        """Reads chunks of rows of each shard, at most `rows`."""
-        layout, flops, rows = self.layout, token_flops(self.arch), rows * self.layout.shards
+    def read(self, size: ReadSize, known: Sequence[Sequence[Known]]) -> None:
+        """Reads tokens of an answer, of at most `size.rows` rows of each shard."""
+        layout, flops, rows = self.layout, token_flops(self.arch), size.rows * self.layout.shards
         chunks = [one for of_shard in known for one in of_shard]
         pages = self._mean_pages(rows, sum(one.held for one in chunks), sum(len(one.seen) for one in chunks))
         keys = pages * layout.page_length
-        self.computed["decode"] += layout.chunk * (rows * flops.layers + keys * flops.pair)
+        self.computed["decode"] += size.tokens * (rows * flops.layers + keys * flops.pair)
 
     def decode(self, turn: Turn) -> Any:
         """Decodes a chunk and returns it."""

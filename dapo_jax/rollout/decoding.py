@@ -70,7 +70,8 @@ class Plan:
     begun: Any  # [b] int32, tokens of the response that its prompt ends with
     sampled: Any  # [b] int32, tokens drawn since
     table: Any  # [b, M] int32, pages of the prompt, then its own; the place of its prompt for stretches
-    destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
+    # [b] int32, the page that takes what this chunk adds; 0 = none. Where chunks begin anywhere [b, 2]
+    destinations: Any
     states: Any  # of layers with linear attention on pages, as in counting.RowStates; None = no layer has it
     windows: Any  # of layers with a window, as in counting.Seen; None = no layer has one
     runs: Any = None  # of rows with one prompt, as in counting.Together; None for stretches
@@ -80,14 +81,16 @@ class Plan:
 
 @struct.dataclass
 class Reading:
-    """A chunk of known tokens of r rows, in arrays of the host or of the devices. Without a row all is 0."""
+    """C known tokens of each of r rows, in arrays of the host or of the devices. Without a row all is 0."""
 
     tokens: Any  # [r, C] int32, that are fed: they begin with the last one before the chunk
     prompt_lengths: Any  # [r] int32
-    sampled: Any  # [r] int32, tokens of the response before the chunk
-    table: Any  # [r, M] int32, with the page that takes the chunk, ...
-    destinations: Any  # [r] int32, ... which is this one
-    windows: Any  # as in `Plan`, with the page that takes the chunk
+    sampled: Any  # [r] int32, tokens of the response before these
+    follows: Any  # [r] bool, they follow those of the row before, which is the same one
+    table: Any  # [r, M] int32, with the pages that take the chunk, ...
+    destinations: Any  # [r, 2] int32, ... as in `Plan`
+    states: Any  # as in `Plan`
+    windows: Any  # as in `Plan`, with the pages that take the chunk
 
 
 @struct.dataclass
@@ -153,7 +156,7 @@ def prefill(
 def read(
     params: Params, held: Held, reading: Reading, *, arch: Architecture, choices: Choices | None = None
 ) -> tuple[Held, jax.Array | None]:
-    """Runs a chunk of known tokens of each row, all at once, and keeps their keys and values.
+    """Runs known tokens of each row, all at once, and keeps their keys and values.
 
     Each token is a row of one step of decoding. The second result is the experts [r, C, l, k] of these tokens, if they
     are recorded.
@@ -201,12 +204,11 @@ def decode(
     keys = keys_of(seed, purpose, plan.numbers, plan.samples)
     tokens = jnp.where(begins, plan.first_tokens, taken(held.tokens, plan.sources))
     finished = before = idle | (~begins & taken(held.finished, plan.sources))
-    cache, skips = held.cache.opened(plan, arch), None if plan.states is None else plan.states.skips
+    cache = held.cache.opened(plan, arch)
 
     def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
         tokens, finished, carried = carry
-        reads = ~finished if skips is None else ~finished & (index >= skips)
-        attend = functools.partial(cache.attend, (index, reads))
+        attend = functools.partial(cache.attend, (index, ~finished))
         layers = list(zip(cache.fixed, carried, strict=True))
         places = plan.prompt_lengths - 1 + plan.sampled + index
         hidden, layers, experts = transformer.decode(attend, params, tokens, places, layers, arch)
@@ -221,10 +223,8 @@ def decode(
             given = plan.given[:, index]
             drawn, ended = jnp.where(given < 0, drawn, given), (ended & (given < 0)) | (index + 1 >= plan.room)
         drawn = jnp.where(finished, pad_id, drawn)
-        carry, experts = (drawn, finished | ended, [carried for _, carried in layers]), _recorded(experts, choices)
-        if experts is not None and skips is not None:
-            experts = jnp.where(reads[:, None, None], experts, -1)
-        return carry, (drawn, ~finished, logprobs, experts)
+        carry = drawn, finished | ended, [carried for _, carried in layers]
+        return carry, (drawn, ~finished, logprobs, _recorded(experts, choices))
 
     def enough(index: jax.Array, carry: Any) -> jax.Array:
         waits = jnp.any(idle & (plan.sources >= 0))

@@ -10,14 +10,14 @@ from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put
-from dapo_jax.rollout.counting import Counting, Opened, Seen, Turn
+from dapo_jax.rollout.counting import Counting, Opened, RowStates, Seen, Turn
 from dapo_jax.rollout.decoding import Chunk, FirstDraws, Plan, Reading
-from dapo_jax.rollout.layout import PrefillSize, Shape
+from dapo_jax.rollout.layout import PrefillSize, ReadSize, Shape
 from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.queue import Queue
 from dapo_jax.rollout.responses import JoinedResponses, Request
 from dapo_jax.rollout.sampling import TRAIN
-from dapo_jax.rollout.shards import KnownChunk
+from dapo_jax.rollout.shards import Known
 from dapo_jax.rollout.stretches import begun, resized
 
 
@@ -39,8 +39,8 @@ class QueueDevices(Counting):
         self.unread: list[tuple[np.ndarray, np.ndarray, jax.Array]] = []
         for shape in [self.shape] if self.layout.stretches else [Shape(slots) for slots in self.layout.ladder]:
             programs.prepare(*self._program(shape))
-        for rows in self.layout.reads:
-            programs.prepare(*self._reading(rows))
+        for size in self.layout.reads:
+            programs.prepare(*self._reading(size))
 
     def add(
         self, prompts: Sequence[Sequence[int]], numbers: np.ndarray, samples: np.ndarray, begun: np.ndarray
@@ -83,10 +83,11 @@ class QueueDevices(Counting):
         super().decode(turn)
         prompt_lengths, last_tokens, numbers, samples, started = self.rows[:, turn.rows]
         begins, sources = (turn.rows >= 0) & (turn.sources < 0), turn.sources
-        for slot in np.flatnonzero((begins | (turn.skips >= 0)) & (turn.sampled > 0)).tolist():
+        for slot in np.flatnonzero((begins | turn.returns) & (turn.sampled > 0)).tolist():
             last_tokens[slot] = self.responses.tokens_of(turn.rows[slot])[turn.sampled[slot] - 1]
         if self.layout.stretches:
             sources = self._with_stretches(turn, begins)
+        sources = np.where(turn.returns, -1, sources)
         given, room = self._given(turn) if self.layout.returns else (None, None)
         plan = Plan(
             sources=sources,
@@ -111,25 +112,27 @@ class QueueDevices(Counting):
         self._record_prompts()
         return chunk
 
-    def read(self, rows: int, known: Sequence[Sequence[KnownChunk]]) -> None:
+    def read(self, size: ReadSize, known: Sequence[Sequence[Known]]) -> None:
         """As `Counting`."""
-        super().read(rows, known)
-        layout, count = self.layout, rows * self.layout.shards
-        tokens, table = np.zeros((count, layout.chunk), np.int32), np.zeros((count, layout.row_pages), np.int32)
-        numbers, lengths, sampled, pages = np.full(count, -1), *np.zeros((3, count), np.int32)
-        windows = Seen(np.zeros((count, layout.reach), np.int32), *np.zeros((2, count), np.int32))
+        super().read(size, known)
+        layout, count = self.layout, size.rows * self.layout.shards
+        tokens, table = np.zeros((count, size.tokens), np.int32), np.zeros((count, layout.row_pages), np.int32)
+        numbers, lengths, sampled, first = np.full(count, -1), *np.zeros((3, count), np.int32)
+        follows = np.zeros(count, bool)
+        pages, window_pages, states = np.zeros((3, count, 2), np.int32)
+        windows = Seen(np.zeros((count, layout.reach), np.int32), first, window_pages)
         for shard, of_shard in enumerate(known):
-            for at, one in enumerate(of_shard, shard * rows):
+            for at, one in enumerate(of_shard, shard * size.rows):
                 numbers[at], sampled[at], table[at] = one.row, one.sampled, one.table
-                pages[at] = one.table[one.held - 1]
-                if layout.reach:
-                    windows.table[at, : len(one.seen)], windows.destinations[at] = one.seen, one.seen[-1]
-                    windows.first[at] = one.held - len(one.seen)
+                (pages[at], window_pages[at]), states[at] = one.destinations, one.states
+                follows[at] = at > shard * size.rows and numbers[at - 1] == one.row
+                windows.table[at, : len(one.seen)], first[at] = one.seen, one.held - len(one.seen)
                 lengths[at], last = self.rows[:2, one.row]
                 fed = np.concatenate([[last], self.responses.tokens_of(one.row)])
-                tokens[at] = fed[one.sampled : one.sampled + layout.chunk]
-        reading = self._put(Reading(tokens, lengths, sampled, table, pages, windows if layout.reach else None))
-        self.held, experts = self.programs.get(*self._reading(rows))(self.request.params, self.held, reading)
+                tokens[at] = fed[one.sampled : one.sampled + size.tokens]
+        optional = RowStates(*states.T) if layout.states else None, windows if layout.reach else None
+        reading = self._put(Reading(tokens, lengths, sampled, follows, table, pages, *optional))
+        self.held, experts = self.programs.get(*self._reading(size))(self.request.params, self.held, reading)
         if experts is not None and self.request.purpose == TRAIN:
             self.responses.add_known(numbers, sampled, fetch(experts))
 
@@ -141,7 +144,7 @@ class QueueDevices(Counting):
         if begins.any():
             self.held = begun(self.held, self._put(begins), self._put(turn.table[:, 0]))
         slots = np.tile(np.arange(turn.shape.slots, dtype=np.int32), self.layout.shards)
-        return np.where((turn.sources < 0) | (turn.skips >= 0), -1, slots)
+        return np.where(turn.sources < 0, -1, slots)
 
     def _given(self, turn: Turn) -> tuple[np.ndarray, np.ndarray]:
         """[b, C] tokens of responses that are known already, -1 = none: a row that returns reads them; and `room`."""
@@ -149,7 +152,9 @@ class QueueDevices(Counting):
         for slot in np.flatnonzero(turn.rows >= 0).tolist():
             row, first = int(turn.rows[slot]), int(turn.sampled[slot])
             known = self.responses.tokens_of(row)[first : first + self.layout.chunk]
-            given[slot, : len(known)], room[slot] = known, self.responses.most_of(row) - first
+            given[slot, : len(known)] = known
+            stops = turn.counts[slot] < self.layout.chunk
+            room[slot] = turn.counts[slot] if stops else self.responses.most_of(row) - first
         return given, room
 
     def _places(self, size: PrefillSize, opened: Sequence[Opened], at: Sequence[int]) -> Any:
@@ -183,5 +188,5 @@ class QueueDevices(Counting):
     def _program(self, shape: Shape) -> tuple[Any, Any]:
         return (self.layout, self.calls.limits, shape), lambda: self.calls.lower_decode(shape)
 
-    def _reading(self, rows: int) -> tuple[Any, Any]:
-        return (self.layout, "read", rows), lambda: self.calls.lower_read(rows)
+    def _reading(self, size: ReadSize) -> tuple[Any, Any]:
+        return (self.layout, size), lambda: self.calls.lower_read(size)

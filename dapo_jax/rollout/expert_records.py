@@ -51,13 +51,13 @@ class ExpertRecords:
         """Takes what was found while tokens from number `starts` [B] on of the responses `rows` [B] were drawn.
 
         The first is drawn from the token before, which may be the last of the prompt: all samples of the prompt feed
-        that, and what the first of them finds is recorded. Nothing is found, -1, of tokens that a row skips.
+        that, and what the first of them finds is recorded.
         """
         for row, start, found in zip(rows.tolist(), starts.tolist(), experts, strict=True):
             if start:
                 self._put(row, start - 1, found)
                 continue
-            if row % self.num_samples == 0 and (found[0] >= 0).all():
+            if row % self.num_samples == 0:
                 self.prompts[row // self.num_samples][-1] = found[0]
             self._put(row, 0, found[1:])
 
@@ -74,4 +74,4 @@ class ExpertRecords:
             grown = np.full((min(max(end, 2 * len(held)), most), *held.shape[1:]), -1, held.dtype)
             grown[: len(held)] = held
             self.responses[row] = held = grown
-        held[place:end] = np.where(found < 0, held[place:end], found)
+        held[place:end] = found

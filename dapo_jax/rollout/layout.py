@@ -54,6 +54,13 @@ class PrefillSize(NamedTuple):
     at_once: int  # prompts of each shard
 
 
+class ReadSize(NamedTuple):
+    """The shape of a call that reads tokens of an environment."""
+
+    tokens: int  # of a row, that follow each other: at most a page
+    rows: int  # of a shard
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the slots, the pages and the calls."""
@@ -75,8 +82,8 @@ class Layout:
     row_states: int = 0  # places behind these, for the states of rows
     together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row
     returns: bool = False  # rows may wait for tokens that the policy does not write, and return
-    keeps_states: bool = False  # rows that wait keep their states, besides pages, and go on inside of a chunk
-    reads: tuple[int, ...] = ()  # rows of a shard that read a chunk of these tokens at once, descending; () = none
+    keeps_states: bool = False  # rows that wait keep their states, besides pages
+    reads: tuple[ReadSize, ...] = ()  # of answers: of whole pages first, then of chunks, each with most rows first
 
     @property
     def slots(self) -> int:
@@ -92,6 +99,11 @@ class Layout:
     def ends_early(self) -> bool:
         """Whether a chunk ends once some rows have, as their next tokens may go anywhere in a stretch."""
         return self.returns and bool(self.stretches)
+
+    @property
+    def go_on_anywhere(self) -> bool:
+        """Whether the chunks of a row may begin anywhere in a page, as they follow the ends of its turns."""
+        return self.returns and not self.stretches
 
     @property
     def open_prompts(self) -> int:
@@ -113,12 +125,12 @@ class Layout:
 
     def own_pages(self, limit: int) -> int:
         """Pages of a response of `limit` tokens."""
-        return 0 if self.stretches else own_pages(limit, self.chunk, self.page_length, self.keeps_states)
+        return 0 if self.stretches else own_pages(limit, self.chunk, self.page_length, self.returns)
 
 
-def own_pages(limit: int, chunk: int, page_length: int, keeps_states: bool) -> int:
-    """Pages of a response of `limit` tokens, in chunks of which the last is read only if a row goes on inside of it."""
-    kept = limit if keeps_states else max(limit - 1, 0) // chunk * chunk
+def own_pages(limit: int, chunk: int, page_length: int, returns: bool) -> int:
+    """Pages of a response of `limit` tokens, in chunks of which the last is read only if a row returns."""
+    kept = limit if returns else max(limit - 1, 0) // chunk * chunk
     return -(-kept // page_length)
 
 

@@ -16,10 +16,11 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture, Layer
-from dapo_jax.models.gated_delta import State, empty_state, next_token, update_states
+from dapo_jax.models.gated_delta import Inputs, State, empty_state, next_token, update_states
 from dapo_jax.models.paged_attention import AttendPages, Reads, Runs, most_together
 from dapo_jax.models.state_kernels import UpdatePlaces
 from dapo_jax.parallel.sharding import constrain, on_mesh
+from dapo_jax.rollout.counting import RowStates
 from dapo_jax.rollout.decoding import (
     HEADS,
     ROWS,
@@ -65,7 +66,6 @@ class Pages:
 
     def opened(self, plan: Plan, arch: Architecture) -> OpenedCache:
         page_length = next(held.shape[2] for held in self.layers if not isinstance(held, State))
-        goes_on = plan.states is not None and plan.states.skips is not None  # rows may, inside of a chunk
         cached = plan.prompt_lengths - 1  # tokens of the prompt in its pages, which end with the last of them
         starts = -cached % page_length
         ends = jnp.where(plan.numbers < 0, 0, cached + starts + plan.sampled)
@@ -80,13 +80,10 @@ class Pages:
             held, tail = layer
             if kind.delta:
                 assert arch.delta is not None
-                read, state = next_token(given[0], tail, moment[1], arch.delta, self._update_at(moment[0], plan))
+                read, state = next_token(given[0], tail, moment[1], arch.delta, self._update_at(moment[0], plan.states))
                 return read, (held, state)
-            (index, is_read), (query, key, value, sink) = moment, given
+            (index, _), (query, key, value, sink) = moment, given
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
-            if goes_on:
-                there = jax.lax.dynamic_slice_in_dim(tail, index, 1, axis=2)
-                new = jnp.where(is_read[:, None, None, None], new, there)
             tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
             reads = Reads(plan.table, starts, ends, runs)
             if kind.window is not None:
@@ -99,20 +96,14 @@ class Pages:
 
         def after(kind: Layer, held: Any, tail: Any) -> Any:
             if kind.delta:
-                put = functools.partial(_put, places=plan.states.writes)
-                state = put(held.state, tail.state) if self.update is None else tail.state
-                return State(put(held.tail, tail.tail), state)
+                return self._closed_state(held, tail, plan.states)
             destinations = plan.destinations if kind.window is None else plan.windows.destinations
             return _put_chunk(held, tail[:, :, : self.chunk], destinations, plan.sampled)
 
         def before(held: Any) -> Any:
             if isinstance(held, State):
-                tail = taken(held.tail, plan.states.reads)
-                return State(tail, taken(held.state, plan.states.reads) if self.update is None else held.state)
-            tail = laid_out(self._tail(len(plan.numbers), held))
-            if not goes_on:
-                return tail
-            return tail.at[:, :, : self.chunk].set(_chunk_at(held, plan.destinations, plan.sampled, self.chunk))
+                return self._opened_state(held, plan.states)
+            return laid_out(self._tail(len(plan.numbers), held))
 
         def closed(tails: list[Any]) -> Pages:
             layers = [after(*one) for one in zip(arch.layers, self.layers, tails, strict=True)]
@@ -122,10 +113,10 @@ class Pages:
         return OpenedCache(fixed, [before(held) for held in self.layers], attend, closed)
 
     def attend_to_read(self, reading: Reading, arch: Architecture) -> Callable[..., Any]:
-        """For `transformer.decode` with `layers` as caches: rows are the tokens of chunks; no layer has a state.
+        """For `transformer.decode` with `layers` as caches: rows are the tokens of chunks.
 
         A chunk is written before its tokens see it, up to themselves. They read what is before it together, as rows
-        with one prompt do.
+        with one prompt do. States take one token after the other, as when these are decoded.
         """
         heads, rows = on_mesh((HEADS, ROWS))
         spec = heads, heads, rows, PartitionSpec("tensor")
@@ -134,7 +125,7 @@ class Pages:
             query: jax.Array, pages: jax.Array, reading: Reading, sink: jax.Array | None, *, window: int | None
         ) -> jax.Array:
             (count, length), (_, kv_heads, page_length, _) = reading.tokens.shape, pages.shape
-            is_row, cached = reading.destinations > 0, reading.prompt_lengths - 1
+            is_row, cached = reading.destinations[:, 0] > 0, reading.prompt_lengths - 1
             starts = jnp.where(is_row, -cached % page_length, 0)
             before = jnp.where(is_row, cached + starts + reading.sampled, 0)
             ends = before[:, None] + 1 + is_row[:, None] * jnp.arange(length)  # no row: one token of the scratch page
@@ -148,22 +139,56 @@ class Pages:
             no_tail = self._tail(count * length, pages)
             return self.attend(query, pages, no_tail, jnp.int32(-1), reads, sink, cap=arch.attention_cap)
 
-        def attend(kind: Layer, held: Any, query: jax.Array, key: jax.Array, value: jax.Array, sink: Any) -> Any:
+        def recur(held: State, inputs: Inputs) -> tuple[jax.Array, State]:
+            (count, length), is_row = reading.tokens.shape, reading.destinations[:, 0] > 0
+            arrays = inputs.channels, inputs.beta, inputs.decay
+            by_token = [x.reshape(count, length, 1, -1).swapaxes(0, 1) for x in arrays]
+
+            def step(state: State, token: Any) -> tuple[State, jax.Array]:
+                assert arch.delta is not None
+                index, channels, *rates = token
+                update = self._update_at(index, reading.states)
+                given = Inputs(channels, inputs.filter, *rates)
+                read, state = next_token(given, state, is_row, arch.delta, update)
+                return state, read
+
+            opened = self._opened_state(held, reading.states)
+            state, read = jax.lax.scan(step, opened, (jnp.arange(length), *by_token))
+            return jnp.moveaxis(read, 0, 1).reshape(-1, *read.shape[2:]), self._closed_state(
+                held, state, reading.states
+            )
+
+        def attend(kind: Layer, held: Any, *given: Any) -> Any:
+            if kind.delta:
+                return recur(held, *given)
+            query, key, value, sink = given
             new = jnp.concatenate([key, value], axis=-1).reshape(*reading.tokens.shape, arch.num_kv_heads, -1)
+            new = constrain(new.swapaxes(1, 2), HEADS)
             destinations = reading.destinations if kind.window is None else reading.windows.destinations
-            held = _put_chunk(held, constrain(new.swapaxes(1, 2), HEADS), destinations, reading.sampled)
+            held = _put_chunk(held, new, destinations, reading.sampled, reading.follows)
             of_kind = functools.partial(of_shard, window=kind.window)
             sharded = jax.shard_map(of_kind, in_specs=spec, out_specs=heads, check_vma=False)
             return sharded(query[:, 0], held, reading, sink)[:, None], held
 
         return attend
 
-    def _update_at(self, index: jax.Array, plan: Plan) -> Callable[..., Any]:
+    def _opened_state(self, held: State, places: RowStates) -> State:
+        """What the tokens of a chunk change: the states of the rows, or with a kernel those of the whole pool."""
+        state = taken(held.state, places.reads) if self.update is None else held.state
+        return State(taken(held.tail, places.reads), state)
+
+    def _update_at(self, index: jax.Array, places: RowStates) -> Callable[..., Any]:
         """How the token at `index` of a chunk changes states: the first one moves them from where rows read them."""
         if self.update is None:
             return update_states
-        reads = jnp.where(index == 0, plan.states.reads, plan.states.writes)
-        return functools.partial(self.update, reads, jnp.maximum(plan.states.writes, SCRATCH_STATE))
+        reads = jnp.where(index == 0, places.reads, places.writes)
+        return functools.partial(self.update, reads, jnp.maximum(places.writes, SCRATCH_STATE))
+
+    def _closed_state(self, held: State, changed: State, places: RowStates) -> State:
+        """The pool after a chunk."""
+        put = functools.partial(_put, places=places.writes)
+        state = put(held.state, changed.state) if self.update is None else changed.state
+        return State(put(held.tail, changed.tail), state)
 
     def _tail(self, rows: int, pages: jax.Array) -> jax.Array:
         """Tails of `rows` for such pages, in which there is nothing."""
@@ -229,40 +254,61 @@ def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:
     return constrain(pages.reshape(-1, heads, page_length, size), HEADS)
 
 
-def _put_chunk(held: jax.Array, new: jax.Array, places: jax.Array, sampled: jax.Array) -> jax.Array:
-    """`held` with chunks [b, K, c, 2H] that follow `sampled` [b] tokens of rows, in the pages `places` [b]."""
+def _put_chunk(
+    held: jax.Array, new: jax.Array, places: jax.Array, sampled: jax.Array, follows: jax.Array | None = None
+) -> jax.Array:
+    """`held` with chunks [b, K, c, 2H] that follow `sampled` [b] tokens of rows, in the pages `places` [b].
+
+    With places [b, 2] they may begin anywhere: a page is divided into parts of c tokens, and a chunk goes to the end of
+    one part, after what it has there, and to the begin of the next, which may be the first part of the second page.
+    Where it `follows` [b] that of the row before, that has the same part.
+    """
     length, chunk = held.shape[2], new.shape[2]
-    return _put(held, new, places, None if chunk == length else sampled % length // chunk)
-
-
-def _chunk_at(held: jax.Array, places: jax.Array, sampled: jax.Array, chunk: int) -> jax.Array:
-    """What `_put_chunk` has put there, [b, K, c, 2H]."""
-
-    def local(held: jax.Array, places: jax.Array, parts: jax.Array) -> jax.Array:
-        divided = held.reshape(*held.shape[:2], -1, chunk, held.shape[3])
-        return divided[places, :, parts]
-
+    if places.ndim == 1:
+        return _put(held, new, places, None if chunk == length else sampled % length // chunk)
     heads, rows = on_mesh((HEADS, ROWS))
-    parts = sampled % held.shape[2] // chunk
-    return jax.shard_map(local, in_specs=(heads, rows, rows), out_specs=heads)(held, places, parts)
+    put = jax.shard_map(_put_anywhere, in_specs=(heads, heads, rows, rows, rows), out_specs=heads)
+    return put(held, new, places, sampled, jnp.zeros_like(sampled, bool) if follows is None else follows)
+
+
+def _put_anywhere(
+    held: jax.Array, new: jax.Array, places: jax.Array, sampled: jax.Array, follows: jax.Array
+) -> jax.Array:
+    """As `_put_chunk` with places [b, 2], of a shard."""
+    length, chunk = held.shape[2], new.shape[2]
+    divided = held.reshape(*held.shape[:2], -1, chunk, held.shape[3])
+    part, begin = sampled % length // chunk, sampled % chunk
+    both = jnp.concatenate([new, jnp.zeros_like(new)], axis=2)
+    for step in [1 << bit for bit in range((chunk - 1).bit_length())]:  # cheaper than a gather of tokens
+        both = jnp.where((begin & step > 0)[:, None, None, None], jnp.roll(both, step, axis=2), both)
+    is_new = jnp.arange(chunk)[:, None] >= begin[:, None, None, None]
+    rest = both[:, :, chunk:]
+    there = jnp.where(follows[:, None, None, None], jnp.roll(rest, 1, axis=0), divided[places[:, 0], :, part])
+    first = jnp.where(is_new, both[:, :, :chunk], there)
+    ends_page, is_followed = part + 1 == length // chunk, jnp.roll(follows, -1)
+    second = jnp.where((begin > 0) & ~is_followed, jnp.where(ends_page, places[:, 1], places[:, 0]), 0)
+    places = jnp.concatenate([places[:, 0], second])
+    parts = jnp.concatenate([part, jnp.where(ends_page, 0, part + 1)])
+    return _put_locally(held, jnp.concatenate([first, rest]), places, parts)
 
 
 def _put(held: jax.Array, pages: jax.Array, places: jax.Array, parts: jax.Array | None = None) -> jax.Array:
-    """`held` with `pages` at `places`, or with the `parts` of pages, each shard's own; nothing is written to page 0.
-
-    All other places differ, and this says so: a GPU then stores, without atomics, which are slow in 16 bits.
-    """
-
-    def local(held: jax.Array, pages: jax.Array, places: jax.Array, *parts: jax.Array) -> jax.Array:
-        outside = len(held) + jnp.arange(len(places))  # these are dropped, and differ too
-        places = jnp.where(places > 0, places, outside)
-        given = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
-        if not parts:
-            return held.at[places].set(pages, **given)
-        divided = held.reshape(*held.shape[:2], -1, *pages.shape[2:])
-        return divided.at[places, :, parts[0]].set(pages, **given).reshape(held.shape)
-
+    """`held` with `pages` at `places`, or with the `parts` of pages, each shard's own; nothing is written to page 0."""
     heads, rows = on_mesh((HEADS, ROWS))
     arrays = held, pages, places, *([] if parts is None else [parts])
     specs = heads, heads, *[rows] * (len(arrays) - 2)
-    return jax.shard_map(local, in_specs=specs, out_specs=heads)(*arrays)
+    return jax.shard_map(_put_locally, in_specs=specs, out_specs=heads)(*arrays)
+
+
+def _put_locally(held: jax.Array, pages: jax.Array, places: jax.Array, parts: jax.Array | None = None) -> jax.Array:
+    """As `_put`, of a shard.
+
+    All places but 0 differ, and this says so: a GPU then stores, without atomics, which are slow in 16 bits.
+    """
+    outside = len(held) + jnp.arange(len(places))  # these are dropped, and differ too
+    places = jnp.where(places > 0, places, outside)
+    given = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
+    if parts is None:
+        return held.at[places].set(pages, **given)
+    divided = held.reshape(*held.shape[:2], -1, *pages.shape[2:])
+    return divided.at[places, :, parts].set(pages, **given).reshape(held.shape)

@@ -17,7 +17,7 @@ from dapo_jax.models.vocabulary_blocks_gpu import INNER, block_sums
 from dapo_jax.parallel.sharding import batch_sharding, on_mesh, replicated
 from dapo_jax.rollout.counting import RowStates, Seen, Together
 from dapo_jax.rollout.decoding import HEADS, ROWS, FirstDraws, Held, Plan, Reading, decode, prefill, read
-from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, Shape, cache_dtype
+from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, ReadSize, Shape, cache_dtype
 from dapo_jax.rollout.pages import empty_pages
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.stretches import empty_stretches
@@ -107,21 +107,25 @@ class Calls:
         """Of a chunk."""
         layout, used = self.layout, shape.slots * self.layout.shards
         row, table = self._rows(used), self._rows(used, layout.row_pages)
-        windows = Seen(self._rows(used, layout.reach), row, row) if layout.reach else None
+        destinations = self._rows(used, 2) if layout.go_on_anywhere else row
+        windows = Seen(self._rows(used, layout.reach), row, destinations) if layout.reach else None
         given = (self._rows(used, layout.chunk), row) if layout.returns else (None, None)
         runs = Together(row, row) if layout.together else None
-        states = RowStates(row, row, row if layout.keeps_states else None) if layout.states else None
-        plan = Plan(row, row, row, row, row, row, row, table, row, states, windows, runs, *given)
+        states = RowStates(row, row) if layout.states else None
+        plan = Plan(row, row, row, row, row, row, row, table, destinations, states, windows, runs, *given)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.settings.mesh))
         held = self.held(shape if layout.stretches else None)
         return _lower(self.decode, self.params, held, plan, ANY_SAMPLING, number, number)
 
-    def lower_read(self, rows: int) -> jax.stages.Lowered:
-        """Of a chunk of known tokens of so many rows of a shard."""
-        layout, rows = self.layout, rows * self.layout.shards
-        row, tokens, table = self._rows(rows), self._rows(rows, layout.chunk), self._rows(rows, layout.row_pages)
-        windows = Seen(self._rows(rows, layout.reach), row, row) if layout.reach else None
-        return _lower(self.read, self.params, self.held(), Reading(tokens, row, row, table, row, windows))
+    def lower_read(self, size: ReadSize) -> jax.stages.Lowered:
+        """Of a call that reads tokens of an environment."""
+        layout, rows = self.layout, size.rows * self.layout.shards
+        row, tokens, table = self._rows(rows), self._rows(rows, size.tokens), self._rows(rows, layout.row_pages)
+        follows = self._rows(rows, dtype=jnp.bool_)
+        pages, states = self._rows(rows, 2), RowStates(row, row) if layout.states else None
+        windows = Seen(self._rows(rows, layout.reach), row, pages) if layout.reach else None
+        reading = Reading(tokens, row, row, follows, table, pages, states, windows)
+        return _lower(self.read, self.params, self.held(), reading)
 
     def _rows(self, *shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(self.settings.mesh))

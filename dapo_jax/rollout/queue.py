@@ -4,6 +4,7 @@ Prompts are given to shards in order, the next one to the shard with the fewest 
 (shards.py). The engine works a queue off with devices, the preflight with devices that only count.
 """
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -31,8 +32,8 @@ class Outcome(Protocol):
         """[B] ENDED, WAITS for tokens that the policy does not write, or ALIVE, as far as it is known."""
         ...
 
-    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """[B] bool, whether these tokens, one of each row, are known and were not written by the policy."""
+    def are_given(self, rows: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+        """[B, length] bool, which tokens from `starts` [B] on are known and were not written by the policy."""
         ...
 
 
@@ -89,7 +90,7 @@ class Queue:
                 self.release(outcome)
         granted = [shard.grant() for shard in self.shards]
         self._read_known(devices, outcome, granted)
-        turn = self.turn(granted)
+        turn = self.turn(granted, outcome)
         if turn is not None:
             self._dispatched.append((devices.decode(turn), turn))
         elif self._dispatched:
@@ -99,19 +100,21 @@ class Queue:
         return True
 
     def _read_known(self, devices: Counting, outcome: Outcome, granted: list[dict[int, Granted]]) -> None:
-        """Rows read the chunks that end with a token of an environment, all tokens of a chunk at once.
+        """Rows read an answer, as many tokens at once as make a page, then as many as make a chunk.
 
-        Which chunks these are depends on the tokens alone. So it changes no key or value when a row is read again.
+        Which these are depends on the tokens alone. So it changes no key or value when a row is read again.
         """
-        while self.layout.reads:
-            shards = zip(self.shards, granted, strict=True)
-            known = [shard.read_known(of_shard, outcome.are_given) for shard, of_shard in shards]
-            if not (left := max(map(len, known))):
-                return
-            while left > 0:  # in calls that are nearly full, but for the last
-                rows = next((rows for rows in self.layout.reads if 4 * left >= 3 * rows), self.layout.reads[-1])
-                devices.read(rows, [of_shard[:rows] for of_shard in known])
-                known, left = [of_shard[rows:] for of_shard in known], left - rows
+        for tokens, group in itertools.groupby(self.layout.reads, lambda size: size.tokens):
+            sizes = list(group)
+            while True:
+                shards = zip(self.shards, granted, strict=True)
+                known = [shard.read_known(given, outcome, tokens, sizes[0].rows) for shard, given in shards]
+                if not (left := max(map(len, known))):
+                    break
+                while left > 0:  # in calls that are nearly full, but for the last
+                    size = next((size for size in sizes if 4 * left >= 3 * size.rows), sizes[-1])
+                    devices.read(size, [of_shard[: size.rows] for of_shard in known])
+                    known, left = [of_shard[size.rows :] for of_shard in known], left - size.rows
 
     def _read(self, devices: Counting, outcome: Outcome) -> None:
         """Takes the result of the oldest chunk."""
@@ -150,23 +153,26 @@ class Queue:
             self.next_prompt += 1
         return opened
 
-    def turn(self, granted: Sequence[Mapping[int, Granted]]) -> Turn | None:
-        """The next chunk, with the pages that rows of each shard are granted; None without rows."""
+    def turn(self, granted: Sequence[Mapping[int, Granted]], outcome: Outcome) -> Turn | None:
+        """The next chunk, with the pages that rows of each shard are granted; None without rows.
+
+        Rows that read again what they have drawn stop where their turns have ended, so that their chunks are the same.
+        """
         layout = self.layout
         if not any(shard.live for shard in self.shards):
             return None
         most = max(len(shard.live) + len(shard.holding) for shard in self.shards)
         slots = min(size for size in layout.ladder if size >= most)
         used = slots * layout.shards
-        rows, (sources, skips) = np.full(used, -1), np.full((2, used), -1, np.int32)
-        sampled, destinations, first, window_destinations = np.zeros((4, used), np.int32)
-        reads, writes = np.zeros((2, used), np.int32)
-        states = RowStates(reads, writes, skips if layout.keeps_states else None) if layout.states else None
+        rows, sources, returns = np.full(used, -1), np.full(used, -1, np.int32), np.zeros(used, bool)
+        sampled, first, counts = np.zeros((3, used), np.int32)
+        destinations, window_destinations = np.zeros((2, used, 2), np.int32)
+        states = RowStates(*np.zeros((2, used), np.int32)) if layout.states else None
         table, seen = np.zeros((used, layout.row_pages), np.int32), np.zeros((used, layout.reach), np.int32)
         runs = Together(*np.zeros((2, used), np.int32)) if layout.together else None
         pages = window_pages = prompt_pages = run_pages = longest = 0
         for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
-            live, holding = shard.live, shard.holding
+            live, holding, ends = shard.live, shard.holding, shard.turn_ends(outcome)
             places = _places([*live, *holding], slots)
             for slot, row in zip(places[len(live) :], holding, strict=True):
                 place = index * slots + slot  # whatever is written there comes after what the row has drawn
@@ -179,25 +185,25 @@ class Queue:
             for slot, row in zip(places[: len(live)], live, strict=True):
                 place, held, longest = index * slots + slot, shard.held(row), max(longest, row.sampled)
                 rows[place], sources[place], sampled[place] = row.number, row.slot, row.sampled
-                skips[place] = row.skips
+                returns[place], counts[place] = row.returns, ends[row.number]
                 if states is not None:
                     states.reads[place], states.writes[place] = row.state, row.own_state
                 table[place], seen[place, : len(row.seen)] = row.table, row.seen
                 first[place] = held - len(row.seen)
                 pages, window_pages = pages + held, window_pages + len(row.seen)
                 prompt_pages += row.prompt_pages
-                new, at = given.get(row.number, Granted()), row.sampled // layout.page_length
-                if not layout.stretches and at < len(row.pages):
-                    destinations[place] = row.pages[at]
-                    window_destinations[place] = new.window_page or (row.seen[-1] if layout.reach else 0)
-                shard.advance(row, slot, new)
+                new = given.get(row.number, Granted())
+                destinations[place], window_destinations[place] = shard.destinations(row, new)
+                shard.advance(row, slot, new, int(counts[place]))
         self._stretch = max(self._stretch, longest - layout.prefilled + layout.chunk)
         longest = max(layout.stretches, default=0)
         self._stretch = next((width for width in layout.stretches if width >= self._stretch), longest)
+        if not layout.go_on_anywhere:
+            destinations, window_destinations = destinations[:, 0], window_destinations[:, 0]
         windows = Seen(seen, first, window_destinations) if layout.reach else None
         read = PagesSeen(pages, prompt_pages, run_pages, window_pages)
-        shape = Shape(slots, self._stretch)
-        return Turn(shape, rows, sources, skips, sampled, table, destinations, states, windows, runs, read)
+        given = rows, sources, returns, sampled, counts, table, destinations, states, windows, runs, read
+        return Turn(Shape(slots, self._stretch), *given)
 
 
 def _places(live: Sequence[Row], slots: int) -> list[int]:

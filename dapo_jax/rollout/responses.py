@@ -115,7 +115,7 @@ class Responses:
                     kept += turn
                     self.mask[at, kept:], self.tokens[at, kept:], self.logprobs[at, kept:] = False, pad_id, 0.0
                     self.complete[at] = True
-        self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.ends[rows])
+        self.ended[rows] = self.complete[rows] | (self.mask[rows].sum(axis=1) >= self.ends[rows])
         if self.waits is not None:
             self._park(rows, self.waits)
         if self.records is not None and chunk.experts is not None:  # those of a prompt come in a call of their own
@@ -164,11 +164,11 @@ class Responses:
         found = np.where(self.parked, WAITS, np.where(self.ended, ENDED, ALIVE))
         return np.where(rows >= 0, found[rows], ENDED)
 
-    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def are_given(self, rows: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
         """As `queue.Outcome`; False for row -1."""
-        places = places + self.begun[rows]
-        within = (rows >= 0) & (places < self.given.shape[1])
-        return within & self.given[rows, np.where(within, places, 0)]
+        is_row, given = (rows >= 0)[:, None], np.pad(self.given[rows], ((0, 0), (0, length)))
+        places = np.where(is_row, (starts + self.begun[rows])[:, None] + np.arange(length), 0)
+        return is_row & np.take_along_axis(given, places, axis=1)
 
     def drawn(self) -> np.ndarray:
         """[B] tokens of each response so far, after those that it has begun with."""
@@ -214,10 +214,10 @@ class JoinedResponses:
         """As `Responses.states`."""
         return np.max([np.full(len(rows), ENDED), *(part.states(own) for part, own in self._parts_of(rows))], axis=0)
 
-    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def are_given(self, rows: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
         """As `Responses.are_given`."""
-        found = [part.are_given(own, places) for part, own in self._parts_of(rows)]
-        return np.any([np.zeros(len(rows), bool), *found], axis=0)
+        found = [part.are_given(own, starts, length) for part, own in self._parts_of(rows)]
+        return np.any([np.zeros((len(rows), length), bool), *found], axis=0)
 
     def add_known(self, rows: np.ndarray, starts: np.ndarray, experts: np.ndarray) -> None:
         """As `ExpertRecords.add_chunk`, of tokens that were known."""

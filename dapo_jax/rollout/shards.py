@@ -14,17 +14,19 @@ its prompt's and writes its own.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dapo_jax.rollout.layout import RESERVED_STATES, Layout
 
+if TYPE_CHECKING:
+    from dapo_jax.rollout.queue import Outcome
+
 ENDED, WAITS, ALIVE = range(3)  # states of a response: WAITS for tokens that the policy does not write
 States = Callable[[np.ndarray], np.ndarray]  # rows [B] -> [B], as far as they are known
-AreGiven = Callable[[np.ndarray, np.ndarray], np.ndarray]  # as in queue.Outcome
 
 
 class Granted(NamedTuple):
@@ -34,14 +36,20 @@ class Granted(NamedTuple):
     window_page: int = 0
 
 
-class KnownChunk(NamedTuple):
-    """A chunk of known tokens that a row reads."""
+class Known(NamedTuple):
+    """Known tokens that a row reads."""
 
     row: int
     sampled: int  # tokens of the response before it
-    table: np.ndarray  # [M] pages of the row, with the one that takes it
+    table: np.ndarray  # [M] pages of the row, with those that take it
     held: int  # of these that the row has
-    seen: list[int]  # of layers with a window, the last pages of the row, with the one that takes it
+    seen: list[int]  # of layers with a window, the last pages of the row, with those that take it
+    destinations: "Destinations"
+    states: tuple[int, int]  # where they are, before and after
+
+
+# Of layers without a window, and with one: the page in which what a chunk adds begins, and the next one; 0 = none.
+Destinations = tuple[tuple[int, int], tuple[int, int]]
 
 
 class OpenPrompt(NamedTuple):
@@ -63,7 +71,7 @@ class Row:
     state: int = 0  # the place of its states: its prompt's until it has had a chunk, then ...
     own_state: int = 0  # ... its own
     slot: int = -1  # in the last chunk; it stays there while the ladder has it
-    skips: int = -1  # if it has just returned with its slot or states, tokens of the next chunk read before; else -1
+    returns: bool = False  # its next chunk follows a token that the host knows, not what is in its slot
     pages: list[int] = field(default_factory=list)  # its own
     seen: list[int] = field(default_factory=list)  # pages that a window sees, the newest last: its prompt's, its own
     window_pages: list[int] = field(default_factory=list)  # of those its own, with that of the chunk being decoded
@@ -154,26 +162,21 @@ class Shard:
     def resume(self, number: int, known: int) -> None:
         """A parked row goes on after its first `known` tokens.
 
-        In its slot nothing is lost, and with its states it goes on inside of the chunk that it was in. Otherwise it
-        reads again what came after its last whole chunk, or begins again.
+        With its stretch, or its pages and states, nothing is lost. Otherwise it begins again.
         """
-        row, length, chunk = self.parked.pop(number), self.layout.page_length, self.layout.chunk
-        if row is not None and row.slot >= 0:
-            row.sampled, row.skips = known, 0
-            self.live.append(row)
-            return
-        if row is not None and self.layout.keeps_states:
-            row.skips = known % chunk
-            row.sampled = known - row.skips
-            self.returning.append(row)
-            return
-        if row is None or known < chunk:
-            if row is not None:
-                self._free(row)
+        row = self.parked.pop(number)
+        if row is None:
             self.waiting.appendleft(number)
             return
-        row.sampled = min(known // chunk * chunk, len(row.pages) * length)
-        kept = -(-row.sampled // length)
+        self._go_on(row, known)
+        (self.live if row.slot >= 0 else self.returning).append(row)
+
+    def _go_on(self, row: Row, sampled: int) -> None:
+        """The row's next chunk follows so many tokens, fewer than it may have; it keeps what has these."""
+        row.sampled, row.returns = sampled, True
+        if self.layout.stretches:
+            return
+        kept = -(-sampled // self.layout.page_length)
         for page in row.pages[kept:]:
             self.free.append(page)
             if self.layout.reach:
@@ -181,7 +184,6 @@ class Shard:
                 row.seen.pop()
         del row.pages[kept:]
         row.table[row.prompt_pages + kept :] = 0
-        self.returning.append(row)
 
     def grant(self) -> dict[int, Granted]:
         """Gives pages to each row whose next chunk may be read later, the oldest first, and starts waiting rows."""
@@ -190,7 +192,7 @@ class Shard:
         live, self.live = deque(self.live), []
         while live:
             row = live.popleft()
-            if self._needs_page(row):
+            if self._needs_page(row, self.layout.chunk):
                 while not self._has_page(row) and live:
                     young.append(self._give_up(live.pop()))
                 if not self._has_page(row):
@@ -204,64 +206,91 @@ class Shard:
             if self.live and len(self.free) <= len(self.live) and not self.layout.stretches:
                 break  # for each row that lives, a page for its next chunk
             row = self.returning.popleft() if self.returning else self._begin(self.waiting.popleft())
-            if self._needs_page(row):
+            if self._needs_page(row, self.layout.chunk):
                 has_page = self._has_page(row)
                 assert has_page
                 granted[row.number] = self._take(row)
             self.live.append(row)
         return granted
 
-    def read_known(self, granted: dict[int, Granted], are_given: AreGiven) -> list[KnownChunk]:
-        """Rows read their next chunk if its last token is an environment's, as many as a call takes.
+    def turn_ends(self, outcome: "Outcome") -> dict[int, int]:
+        """Of each row with a slot, tokens of its next chunk until a turn ends whose answer is known."""
+        if not self.layout.go_on_anywhere:
+            return {row.number: self.layout.chunk for row in self.live}
+        given = _are_given(self.live, outcome, self.layout.chunk)
+        ends = np.pad(~given[:, :-1] & given[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        counts = np.argmax(ends, axis=1) + 1
+        return {row.number: count for row, count in zip(self.live, counts.tolist(), strict=True)}
 
-        Each is granted a page for what comes after, if it needs one. Too few: younger rows give up theirs, and without
-        younger ones a row waits without a slot.
+    def read_known(self, granted: dict[int, Granted], outcome: "Outcome", tokens: int, most: int) -> list[Known]:
+        """What rows read now of their answers, so many `tokens` at `most` so many times.
+
+        A row reads as often as it can, but once where what it reads takes the place of what these tokens see. Each time
+        it is granted a page for them, and one for what comes after, if it needs them. Too few: younger rows give up
+        theirs, and without younger ones a row waits without a slot.
         """
-        ends = _numbers(row.sampled + self.layout.chunk - 1 for row in self.live)
-        given = are_given(_numbers(row.number for row in self.live), ends)
-        found, young = list[KnownChunk](), list[int]()
-        for row in [row for row, one in zip(self.live, given, strict=True) if one][: self.layout.reads[0]]:
-            if row not in self.live:
+        once = bool(self.layout.reach or self.layout.states)
+        found, young, rows = list[Known](), list[int](), deque(_in_answers(self.live, outcome, tokens))
+        while rows and len(found) < most:
+            row = rows.popleft()
+            if row not in self.live or not self._grant_more(row, tokens, granted, young):
                 continue
-            sampled = row.sampled
-            self.advance(row, -1, granted.pop(row.number, Granted()))
-            found.append(KnownChunk(row.number, sampled, row.table, self.held(row), list(row.seen)))
-            if not self._needs_page(row):
-                continue
-            while not self._has_page(row) and self.live[-1] is not row:
-                youngest = self.live.pop()
-                granted.pop(youngest.number, None)
-                young.append(self._give_up(youngest))
-            if self._has_page(row):
-                granted[row.number] = self._take(row)
-            else:
-                self.returning.appendleft(self.live.pop())
+            sampled, page = row.sampled, granted.pop(row.number, Granted())
+            places = self.destinations(row, page), (row.state, row.own_state)
+            self.advance(row, -1, page, tokens)
+            found.append(Known(row.number, sampled, row.table, self.held(row), list(row.seen), *places))
+            if self._grant_more(row, self.layout.chunk, granted, young) and not once:
+                rows.extendleft(_in_answers([row], outcome, tokens))
         self.waiting.extendleft(young)
         return found
+
+    def _grant_more(self, row: Row, tokens: int, granted: dict[int, Granted], young: list[int]) -> bool:
+        """Grants a row a page for its next `tokens`, if it needs one; else it waits without a slot: False."""
+        if not self._needs_page(row, tokens):
+            return True
+        while not self._has_page(row) and self.live[-1] is not row:
+            youngest = self.live.pop()
+            granted.pop(youngest.number, None)
+            young.append(self._give_up(youngest))
+        if not self._has_page(row):
+            self.returning.appendleft(self.live.pop())
+            return False
+        granted[row.number] = self._take(row)
+        return True
 
     def held(self, row: Row) -> int:
         """Pages of a row before its next chunk; the last may have room for it."""
         return row.prompt_pages + -(-row.sampled // self.layout.page_length)
 
-    def advance(self, row: Row, slot: int, granted: Granted) -> None:
-        """The row's next chunk is decoded."""
+    def destinations(self, row: Row, granted: Granted) -> Destinations:
+        """Of what the row's next chunk adds, which fills the page that has begun before it takes another."""
+        if self.layout.stretches or not row.sampled % self.layout.page_length:
+            return (granted.page, 0), (granted.window_page, 0)
+        begun = row.pages[row.sampled // self.layout.page_length], row.seen[-1] if self.layout.reach else 0
+        return (begun[0], granted.page), (begun[1], granted.window_page)
+
+    def advance(self, row: Row, slot: int, granted: Granted, count: int) -> None:
+        """The row's next chunk is decoded, of which it keeps `count` tokens."""
         if granted.page:
             row.table[self.held(row)] = granted.page
             if self.layout.reach:
                 row.seen.append(granted.window_page)
                 del row.seen[: -self.layout.reach]
-        row.slot, row.sampled, row.skips, row.state = slot, row.sampled + self.layout.chunk, -1, row.own_state
+        row.slot, row.sampled, row.returns, row.state = slot, row.sampled + count, False, row.own_state
+        if slot >= 0 and count < self.layout.chunk:
+            self._go_on(row, row.sampled)
 
     def take_back(self, tokens: int) -> None:
         """The last chunk has ended so many tokens early."""
         for row in self.live:
-            row.sampled -= 0 if row.skips >= 0 else tokens
+            row.sampled -= 0 if row.returns else tokens
 
-    def _needs_page(self, row: Row) -> bool:
-        """Whether a row's pages are full, and what its next chunk adds may be read later."""
-        if self.layout.stretches or row.sampled < len(row.pages) * self.layout.page_length:
+    def _needs_page(self, row: Row, tokens: int) -> bool:
+        """Whether a row's pages have no room for its next `tokens`, and these may be read later."""
+        held, end = len(row.pages) * self.layout.page_length, row.sampled + tokens
+        if self.layout.stretches or end <= held:
             return False
-        return self.layout.keeps_states or row.sampled + self.layout.chunk < self.limits[row.number]
+        return (held if self.layout.returns else end) < self.limits[row.number]
 
     def _has_page(self, row: Row) -> bool:
         """Whether a page is free for a row, once rows without a slot have given up theirs."""
@@ -328,6 +357,17 @@ class Shard:
             self.free_windows.extend(windows)
             self.free_states += [state] if state else []
             del self.left[prompt]
+
+
+def _in_answers(rows: Sequence[Row], outcome: "Outcome", tokens: int) -> list[Row]:
+    """Those whose next so many tokens are parts of an answer."""
+    given = np.all(_are_given(rows, outcome, tokens), axis=1).tolist()
+    return [row for row, one in zip(rows, given, strict=True) if one]
+
+
+def _are_given(rows: Sequence[Row], outcome: "Outcome", tokens: int) -> np.ndarray:
+    """[b, tokens] bool, which of the next tokens of these rows are parts of an answer."""
+    return outcome.are_given(_numbers(row.number for row in rows), _numbers(row.sampled for row in rows), tokens)
 
 
 def _numbers(rows: Iterable[int]) -> np.ndarray:

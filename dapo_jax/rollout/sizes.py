@@ -12,13 +12,21 @@ from dapo_jax.models.gated_delta import state_bytes
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered, most_together
 from dapo_jax.models.state_kernels import fits_all
 from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.rollout.layout import RESERVED_STATES, EngineSettings, Layout, PrefillSize, open_prompts, own_pages
+from dapo_jax.rollout.layout import (
+    RESERVED_STATES,
+    EngineSettings,
+    Layout,
+    PrefillSize,
+    ReadSize,
+    open_prompts,
+    own_pages,
+)
 from dapo_jax.rollout.lengths import LengthHistory
 
 ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is not faster
 CPU_CHUNK, CHUNK = 16, 32  # tokens of a chunk on CPUs and elsewhere, where none is set
 LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens ...
-EPISODE_CHUNK, SKIPPED_CHUNK = 16, 8  # ... and in episodes, whose rows read again what a chunk had begun, or skip it
+EPISODE_CHUNK = 8  # ... and in episodes, whose turns end often
 LISTED = 2**17  # pages that a call which reads chunks may list: half of the 1 MiB that a TPU has for such numbers
 EPISODES = 16  # of a shard that have slots on a CPU, if there are so many; of more, half
 WIDEST_STEP = 512  # tokens between two stretches
@@ -73,7 +81,7 @@ def choose_layout(
     if attend is None:
         return _of_stretches(sizes, returns)
     gathers, mean_prompt = attend is attend_gathered, float(np.mean(prompt_lengths))
-    keeps_states = returns and bool(arch.delta) and arch.window is None and not stops
+    keeps_states = returns and bool(arch.delta) and not stops
     return _of_pages(sizes, history, mean_prompt, gathers=gathers, returns=returns, keeps_states=keeps_states)
 
 
@@ -162,22 +170,21 @@ def _of_pages(
 
     Without decode_chunk_length a page has 32 tokens, with which few are drawn after the end of a short response, and 64
     for long ones: larger pages are read faster, and the host looks less often. A page is no longer than the longest
-    response, rounded up to a power of two. The turns of episodes end often, so their chunks are shorter. Otherwise
-    layers with a window see whole pages before a chunk, which is then a page.
+    response, rounded up to a power of two. After the end of its turn a row idles to the end of the chunk, so chunks of
+    episodes are shorter. Otherwise layers with a window see whole pages before a chunk, which is then a page.
     """
     settings, drawn, arch = sizes.settings, sizes.drawn, sizes.settings.arch
     chosen = settings.chunk_length or (LONG_CHUNK if drawn >= LONG else CHUNK)
     length = min(max(chosen, settings.least_page), max(1 << (drawn - 1).bit_length(), settings.least_page))
-    of_episodes = SKIPPED_CHUNK if keeps_states else EPISODE_CHUNK
-    chunk = settings.chunk_length or (of_episodes if returns else length)
+    chunk = settings.chunk_length or (EPISODE_CHUNK if returns else length)
     divided = chunk < length and (returns or arch.window is None)
     chunk = max(1 << chunk.bit_length() - 1, settings.least_chunk) if divided else length
     prefills = _prefills(sizes, length)
-    prompt, own = prefills[-1].width // length, own_pages(drawn, chunk, length, keeps_states)
+    prompt, own = prefills[-1].width // length, own_pages(drawn, chunk, length, returns)
     of_layer = length * sizes.token_bytes
     row_pages, with_window = prompt + own, sum(kind.window is not None for kind in arch.layers)
-    # A chunk inside a page sees one page more; so it stays when a row goes back to a chunk that had begun a page.
-    reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1) + returns, max(row_pages, 1))
+    # A chunk that begins inside a page sees one page more, and another if a turn ends before a page that it had begun.
+    reach = 0 if arch.window is None else min(max(-(-(arch.window - 1) // length), 1) + 2 * returns, max(row_pages, 1))
     full = _Pages(own, prompt, of_layer * (sizes.attention_layers - with_window))
     windowed = _Pages(min(reach, own), min(reach, prompt), of_layer * with_window)
     # of a slot: a page in the making is in memory twice, as are the gathered pages of a layer
@@ -206,10 +213,15 @@ def _of_pages(
     held = pages, length, chunk, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
     together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
     states = (open_prompts(slots, prefills) + RESERVED_STATES, slots * (1 + keeps_states)) if arch.delta else (0, 0)
-    # The pages of a row are listed for each token; where they are gathered, that takes as much memory as a slot does.
-    fitting = slots // chunk if gathers else LISTED // (chunk * row_pages)
-    most = max(min(sizes.at_once(chunk), slots, fitting), 1) if returns and not arch.delta else 0
-    reads = tuple(dict.fromkeys([1 << step for step in range(most.bit_length() - 1, 0, -2)] + [1])) if most else ()
+
+    def reading(tokens: int) -> list[ReadSize]:
+        # The pages of a row are listed for each token; where they are gathered, that takes as much memory as a slot.
+        fitting = slots // tokens if gathers else LISTED // (tokens * row_pages)
+        most = max(min(sizes.at_once(tokens), slots, fitting), 1)
+        rows = [1 << step for step in range(most.bit_length() - 1, 0, -2)]
+        return [ReadSize(tokens, number) for number in (*rows, 1)]
+
+    reads = tuple(size for tokens in dict.fromkeys((length, chunk)) for size in reading(tokens)) if returns else ()
     return Layout(sizes.num_samples, sizes.shards, ladder, *held, *states, together, returns, keeps_states, reads)
 
 

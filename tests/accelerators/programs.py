@@ -149,8 +149,9 @@ def returning(parts: Parts) -> Iterator[Program]:
     """A chunk with tokens that an environment has given, and whole chunks of them."""
     calls = engine_calls(parts, returns=True)
     yield "decode with given tokens", lambda: calls.lower_decode(calls.layout.first_shape)
-    for rows in calls.layout.reads[:1]:
-        yield "read a chunk of given tokens", functools.partial(calls.lower_read, rows)
+    for size in calls.layout.reads:
+        if size.rows == max(one.rows for one in calls.layout.reads if one.tokens == size.tokens):
+            yield f"read {size.tokens} given tokens", functools.partial(calls.lower_read, size)
 
 
 def continued(parts: Parts) -> Iterator[Program]:

@@ -39,7 +39,10 @@ class KnownEpisodes:
         if self.layout.ends_early:
             chunk = min([chunk, *np.sort((self.ends[rows] - starts)[alive])[max(len(rows) // PART, 1) - 1 :]])
         rows, starts = rows[alive], starts[alive]
-        self.known[rows] = np.maximum(self.known[rows], np.minimum(starts + chunk, self.ends[rows]))
+        given = self.are_given(rows, starts, chunk)  # a row that is read again stops before an answer
+        stops = np.pad(~given[:, :-1] & given[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        drawn = starts + np.argmax(stops, axis=1) + 1
+        self.known[rows] = np.maximum(self.known[rows], np.minimum(drawn, self.ends[rows]))
         for row in rows[self.known[rows] == self.ends[rows]].tolist():
             self.state[row] = ENDED if self.episodes[row][self.turn[row]][1] == 0 else WAITS
             self.asked[row] = 0
@@ -49,9 +52,10 @@ class KnownEpisodes:
         """As `queue.Outcome`."""
         return np.where(rows >= 0, self.state[rows], ENDED)
 
-    def are_given(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def are_given(self, rows: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
         """As `queue.Outcome`."""
-        return np.array([place in self.given[row] for row, place in zip(rows, places, strict=True)], bool)
+        given = [[start + n in self.given[row] for n in range(length)] for row, start in zip(rows, starts, strict=True)]
+        return np.array(given, bool).reshape(len(rows), length)
 
     def answer(self, queue: Queue, delay: int) -> None:
         """Answers rows that have waited for so many chunks."""

@@ -86,7 +86,7 @@ def test_as_many_stretches_as_fit_the_memory():
 def test_pages_are_larger_for_long_responses(longest, chunk):
     settings = settings_of(SEVEN, (1, 1), arch=ARCH, max_response_length=longest, chunk_length=0, least_page=16)
     layout, episodes = (layout_of(settings, [9], free=1, returns=returns) for returns in (False, True))
-    assert layout.page_length == episodes.page_length == layout.chunk == chunk and episodes.chunk == 16
+    assert layout.page_length == episodes.page_length == layout.chunk == chunk and episodes.chunk == 8
 
 
 @pytest.mark.parametrize(("prompts", "changes"), [(8, {}), (80, {}), (800, {}), (512, {"max_num_seqs": 16 * 64})])
@@ -102,8 +102,10 @@ def test_what_reads_chunks_fits_too(response, gathers):
     settings = settings_of(SEVEN, (1, 1), max_response_length=response, chunk_length=0, least_page=16)
     kind = {"attend": attend_gathered} if gathers else {}
     layout = layout_of(settings, [200] * 64, free=40, returns=True, **kind)
-    tokens = layout.reads[0] * layout.chunk
-    assert 4 * tokens * layout.row_pages <= 2**19 and (not gathers or tokens <= layout.slots)
+    assert [size.tokens for size in layout.reads if size.rows == 1] == [layout.page_length, layout.chunk] == [64, 8]
+    for size in layout.reads:
+        tokens = size.tokens * size.rows
+        assert 4 * tokens * layout.row_pages <= 2**19 and (not gathers or tokens <= max(layout.slots, size.tokens))
 
 
 def test_gathered_pages_take_memory_too():

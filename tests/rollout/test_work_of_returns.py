@@ -12,6 +12,7 @@ from shapes import ARCH, mesh_of
 
 from dapo_jax.models.architecture import Delta
 from dapo_jax.models.flops import token_flops
+from dapo_jax.rollout.counting import Counting
 from dapo_jax.rollout.queue import needed_work
 
 # Least and most turns, tokens that the policy writes in one, and tokens of an answer.
@@ -49,28 +50,30 @@ def test_on_cpus_little_more_is_computed_than_is_needed(slots, chunk):
     assert ratio(walked(LAKE, slots=slots, chunk=chunk, attend=None)) < (1.3 if slots == 1 else 1.55)
 
 
-@pytest.mark.parametrize(("chunk", "calculator", "lake"), [(4, 1.25, 1.2), (8, 1.45, 1.4), (32, 2.35, 2.45)])
+@pytest.mark.parametrize(("chunk", "calculator", "lake"), [(4, 1.22, 1.17), (8, 1.35, 1.3), (32, 2.0, 2.45)])
 @pytest.mark.parametrize("page", [1, 32])
 def test_with_pages_a_turn_takes_whole_chunks(page, chunk, calculator, lake):
-    """A row that returns reads what is not in a whole chunk again, and idles after the end of a turn."""
+    """A row reads nothing again when it returns, but idles after the end of a turn to that of its chunk."""
     for kind, most in ((CALCULATOR, calculator), (LAKE, lake)):
         assert walked(kind, slots=64, chunk=chunk, page=page, prompts=32)[1]["decode"].efficiency > 1 / most
 
 
-@pytest.mark.parametrize(("chunk", "most"), [(16, 1.15), (32, 1.2)])
-def test_whole_chunks_of_an_answer_are_read_at_once(chunk, most):
-    """A third of the chunks are enough for episodes whose answers are four fifths of their tokens."""
-    sizes = {"slots": 64, "chunk": chunk, "prompts": 32, "limit": 4096}
+@pytest.mark.parametrize(("chunk", "most"), [(8, 1.12), (16, 1.12), (32, 1.2)])
+def test_whole_pages_of_an_answer_are_read_at_once(chunk, most, monkeypatch):
+    """Half of the steps are enough for episodes whose answers are four fifths of their tokens."""
+    read, calls = Counting.read, []
+    monkeypatch.setattr(Counting, "read", lambda devices, *given: (calls.append(given), read(devices, *given)))
+    sizes = {"slots": 64, "chunk": chunk, "page": 32, "prompts": 32, "limit": 4096}
     (devices, work), (token_by_token, _) = walked(SEARCH, **sizes), walked(SEARCH, **sizes, reads=())
-    assert devices.decodes.total() < 0.4 * token_by_token.decodes.total()
+    assert chunk * devices.decodes.total() + len(calls) < 0.5 * chunk * token_by_token.decodes.total()
     assert work["decode"].efficiency > 1 / most
     some = dataclasses.replace(SMALL, pattern=(dataclasses.replace(SMALL.pattern[0], window=512), *SMALL.pattern))
     with_windows, _ = walked(SEARCH, arch=some, **sizes)
     assert with_windows.decodes.total() == devices.decodes.total()
 
 
-@pytest.mark.parametrize(("kind", "limit", "most"), [(CALCULATOR, 320, 1.9), (LAKE, 320, 2.0), (SEARCH, 4096, 1.35)])
-def test_rows_with_states_go_on_inside_of_a_chunk(kind, limit, most):
+@pytest.mark.parametrize(("kind", "limit", "most"), [(CALCULATOR, 320, 1.4), (LAKE, 320, 1.5), (SEARCH, 4096, 1.15)])
+def test_rows_with_states_go_on_as_others_do(kind, limit, most):
     """Three of four layers have states. If a rule may end turns, rows begin again from their prompts."""
     layers = dataclasses.replace(SMALL.pattern[0], delta=True), SMALL.pattern[0]
     delta = Delta(key_heads=9, value_heads=9, key_dim=64, value_dim=64, filter_width=4)
