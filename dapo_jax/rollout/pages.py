@@ -283,7 +283,8 @@ def _put_anywhere(
         both = jnp.where((begin & step > 0)[:, None, None, None], jnp.roll(both, step, axis=2), both)
     is_new = jnp.arange(chunk)[:, None] >= begin[:, None, None, None]
     rest = both[:, :, chunk:]
-    there = jnp.where(follows[:, None, None, None], jnp.roll(rest, 1, axis=0), divided[places[:, 0], :, part])
+    begun = jax.lax.optimization_barrier(divided[places[:, 0], :, part])  # read before it is written: nothing is copied
+    there = jnp.where(follows[:, None, None, None], jnp.roll(rest, 1, axis=0), begun)
     first = jnp.where(is_new, both[:, :, :chunk], there)
     ends_page, is_followed = part + 1 == length // chunk, jnp.roll(follows, -1)
     second = jnp.where((begin > 0) & ~is_followed, jnp.where(ends_page, places[:, 1], places[:, 0]), 0)

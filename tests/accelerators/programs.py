@@ -145,9 +145,10 @@ def gathered(parts: Parts) -> Iterator[Program]:
     return engine(parts)
 
 
-def returning(parts: Parts) -> Iterator[Program]:
-    """A chunk with tokens that an environment has given, and whole chunks of them."""
+def returning(parts: Parts, pages: int | None = None) -> Iterator[Program]:
+    """A chunk with tokens that an environment has given, and whole pages and chunks of them; `pages` as in `engine`."""
     calls = engine_calls(parts, returns=True)
+    calls = replace(calls, layout=replace(calls.layout, pages=pages or calls.layout.pages))
     yield "decode with given tokens", lambda: calls.lower_decode(calls.layout.first_shape)
     for size in calls.layout.reads:
         if size.rows == max(one.rows for one in calls.layout.reads if one.tokens == size.tokens):

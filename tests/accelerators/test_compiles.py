@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from accelerators.cases import CASES, DECODE, H100, UPDATE, V5E, Case, config_of
-from accelerators.programs import decoding, engine, engine_calls, parts_of, step, wide_types
+from accelerators.programs import decoding, engine, engine_calls, parts_of, returning, step, wide_types
 from jax.sharding import NamedSharding, PartitionSpec
 from scatters import unordered
 
@@ -176,10 +176,11 @@ def test_the_input_of_matrices_is_gathered_once_in_each_pass(topology, gathers, 
 
 
 @pytest.mark.parametrize("topology", [H100, V5E])
-def test_pages_are_never_copied(topology, compiled, tmp_path):
+@pytest.mark.parametrize("programs", [engine, returning])
+def test_pages_are_never_copied(programs, topology, compiled, tmp_path):
     """So a program needs as many bytes more for more pages as these have themselves."""
     sizes = (4096, 8192)
-    cases = [Case(f"{pages} pages", functools.partial(engine, pages=pages)) for pages in sizes]
+    cases = [Case(f"{pages} pages", functools.partial(programs, pages=pages)) for pages in sizes]
     fewer, more = compiled(topology, *cases)
     parts = parts_of(config_of(cases[0], tmp_path), topology)
     heads = parts.arch.num_kv_heads // parts.mesh.shape["tensor"]
