@@ -17,7 +17,7 @@ from dapo_jax.rollout.layout import EngineSettings, Layout, Shape, cache_dtype
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.queue import Queue, needed_work
-from dapo_jax.rollout.shards import ALIVE, ENDED
+from dapo_jax.rollout.rows import ALIVE, ENDED
 from dapo_jax.rollout.sizes import choose_layout
 from dapo_jax.run.sampler import page_attention
 

@@ -10,7 +10,7 @@ from dapo_jax.data.work import Work
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.layout import Layout, PrefillSize, ReadSize, Shape
-from dapo_jax.rollout.shards import Known
+from dapo_jax.rollout.rows import Known
 
 
 class Opened(NamedTuple):

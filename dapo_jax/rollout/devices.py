@@ -16,8 +16,8 @@ from dapo_jax.rollout.layout import PrefillSize, ReadSize, Shape
 from dapo_jax.rollout.programs import Calls
 from dapo_jax.rollout.queue import Queue
 from dapo_jax.rollout.responses import JoinedResponses, Request
+from dapo_jax.rollout.rows import Known
 from dapo_jax.rollout.sampling import TRAIN
-from dapo_jax.rollout.shards import Known
 from dapo_jax.rollout.stretches import begun, resized
 
 

@@ -32,6 +32,7 @@ from dapo_jax.rollout.decoding import (
     taken,
 )
 from dapo_jax.rollout.layout import SCRATCH_STATE
+from dapo_jax.rollout.page_writes import as_pages, put, put_chunk
 
 LEAST_TAIL = 16  # tokens of a tail that a kernel takes
 
@@ -55,13 +56,13 @@ class Pages:
         layers = []
         for kind, held, new in zip(arch.layers, self.layers, found, strict=True):
             if kind.delta:
-                layers.append(jax.tree.map(lambda x, y: _put(x, y, places[2]), held, new))
+                layers.append(jax.tree.map(lambda x, y: put(x, y, places[2]), held, new))
                 continue
             key, value = new
             of_kind = places[0] if kind.window is None else places[1]
             columns = of_kind.shape[1] * held.shape[2]
-            kept = _as_pages(key[..., -columns:], value[:, :, -columns:], held.shape[2])
-            layers.append(_put(held, kept, of_kind.reshape(-1)))
+            kept = as_pages(key[..., -columns:], value[:, :, -columns:], held.shape[2])
+            layers.append(put(held, kept, of_kind.reshape(-1)))
         return self.replace(layers=layers)  # pyright: ignore[reportAttributeAccessIssue]
 
     def opened(self, plan: Plan, arch: Architecture) -> OpenedCache:
@@ -98,7 +99,7 @@ class Pages:
             if kind.delta:
                 return self._closed_state(held, tail, plan.states)
             destinations = plan.destinations if kind.window is None else plan.windows.destinations
-            return _put_chunk(held, tail[:, :, : self.chunk], destinations, plan.sampled)
+            return put_chunk(held, tail[:, :, : self.chunk], destinations, plan.sampled)
 
         def before(held: Any) -> Any:
             if isinstance(held, State):
@@ -165,7 +166,7 @@ class Pages:
             new = jnp.concatenate([key, value], axis=-1).reshape(*reading.tokens.shape, arch.num_kv_heads, -1)
             new = constrain(new.swapaxes(1, 2), HEADS)
             destinations = reading.destinations if kind.window is None else reading.windows.destinations
-            held = _put_chunk(held, new, destinations, reading.sampled, reading.follows)
+            held = put_chunk(held, new, destinations, reading.sampled, reading.follows)
             of_kind = functools.partial(of_shard, window=kind.window)
             sharded = jax.shard_map(of_kind, in_specs=spec, out_specs=heads, check_vma=False)
             return sharded(query[:, 0], held, reading, sink)[:, None], held
@@ -186,9 +187,8 @@ class Pages:
 
     def _closed_state(self, held: State, changed: State, places: RowStates) -> State:
         """The pool after a chunk."""
-        put = functools.partial(_put, places=places.writes)
-        state = put(held.state, changed.state) if self.update is None else changed.state
-        return State(put(held.tail, changed.tail), state)
+        state = put(held.state, changed.state, places.writes) if self.update is None else changed.state
+        return State(put(held.tail, changed.tail, places.writes), state)
 
     def _tail(self, rows: int, pages: jax.Array) -> jax.Array:
         """Tails of `rows` for such pages, in which there is nothing."""
@@ -244,72 +244,3 @@ def _runs_of_chunks(rows: int, length: int, groups: int) -> tuple[jax.Array, jax
     found = [(row * length + at, min(most, length - at)) for row in range(rows) for at in range(0, length, most)]
     firsts[: len(found)], lengths[: len(found)] = np.array(found).T
     return jnp.asarray(firsts), jnp.asarray(lengths)
-
-
-def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:
-    """Keys [Q, K, H, P] and values [Q, K, P, H] of prompts as pages [Q * P // C, K, C, 2H]."""
-    both = jnp.concatenate([key.swapaxes(2, 3), value], axis=-1)
-    prompts, heads, width, size = both.shape
-    pages = both.reshape(prompts, heads, width // page_length, page_length, size).swapaxes(1, 2)
-    return constrain(pages.reshape(-1, heads, page_length, size), HEADS)
-
-
-def _put_chunk(
-    held: jax.Array, new: jax.Array, places: jax.Array, sampled: jax.Array, follows: jax.Array | None = None
-) -> jax.Array:
-    """`held` with chunks [b, K, c, 2H] that follow `sampled` [b] tokens of rows, in the pages `places` [b].
-
-    With places [b, 2] they may begin anywhere: a page is divided into parts of c tokens, and a chunk goes to the end of
-    one part, after what it has there, and to the begin of the next, which may be the first part of the second page.
-    Where it `follows` [b] that of the row before, that has the same part.
-    """
-    length, chunk = held.shape[2], new.shape[2]
-    if places.ndim == 1:
-        return _put(held, new, places, None if chunk == length else sampled % length // chunk)
-    heads, rows = on_mesh((HEADS, ROWS))
-    put = jax.shard_map(_put_anywhere, in_specs=(heads, heads, rows, rows, rows), out_specs=heads)
-    return put(held, new, places, sampled, jnp.zeros_like(sampled, bool) if follows is None else follows)
-
-
-def _put_anywhere(
-    held: jax.Array, new: jax.Array, places: jax.Array, sampled: jax.Array, follows: jax.Array
-) -> jax.Array:
-    """As `_put_chunk` with places [b, 2], of a shard."""
-    length, chunk = held.shape[2], new.shape[2]
-    divided = held.reshape(*held.shape[:2], -1, chunk, held.shape[3])
-    part, begin = sampled % length // chunk, sampled % chunk
-    both = jnp.concatenate([new, jnp.zeros_like(new)], axis=2)
-    for step in [1 << bit for bit in range((chunk - 1).bit_length())]:  # cheaper than a gather of tokens
-        both = jnp.where((begin & step > 0)[:, None, None, None], jnp.roll(both, step, axis=2), both)
-    is_new = jnp.arange(chunk)[:, None] >= begin[:, None, None, None]
-    rest = both[:, :, chunk:]
-    begun = jax.lax.optimization_barrier(divided[places[:, 0], :, part])  # read before it is written: nothing is copied
-    there = jnp.where(follows[:, None, None, None], jnp.roll(rest, 1, axis=0), begun)
-    first = jnp.where(is_new, both[:, :, :chunk], there)
-    ends_page, is_followed = part + 1 == length // chunk, jnp.roll(follows, -1)
-    second = jnp.where((begin > 0) & ~is_followed, jnp.where(ends_page, places[:, 1], places[:, 0]), 0)
-    places = jnp.concatenate([places[:, 0], second])
-    parts = jnp.concatenate([part, jnp.where(ends_page, 0, part + 1)])
-    return _put_locally(held, jnp.concatenate([first, rest]), places, parts)
-
-
-def _put(held: jax.Array, pages: jax.Array, places: jax.Array, parts: jax.Array | None = None) -> jax.Array:
-    """`held` with `pages` at `places`, or with the `parts` of pages, each shard's own; nothing is written to page 0."""
-    heads, rows = on_mesh((HEADS, ROWS))
-    arrays = held, pages, places, *([] if parts is None else [parts])
-    specs = heads, heads, *[rows] * (len(arrays) - 2)
-    return jax.shard_map(_put_locally, in_specs=specs, out_specs=heads)(*arrays)
-
-
-def _put_locally(held: jax.Array, pages: jax.Array, places: jax.Array, parts: jax.Array | None = None) -> jax.Array:
-    """As `_put`, of a shard.
-
-    All places but 0 differ, and this says so: a GPU then stores, without atomics, which are slow in 16 bits.
-    """
-    outside = len(held) + jnp.arange(len(places))  # these are dropped, and differ too
-    places = jnp.where(places > 0, places, outside)
-    given = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
-    if parts is None:
-        return held.at[places].set(pages, **given)
-    divided = held.reshape(*held.shape[:2], -1, *pages.shape[2:])
-    return divided.at[places, :, parts].set(pages, **given).reshape(held.shape)

@@ -7,7 +7,7 @@ Prompts are given to shards in order, the next one to the shard with the fewest 
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,25 +16,10 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.counting import Counting, Opened, PagesSeen, RowStates, Seen, Together, Turn
 from dapo_jax.rollout.layout import Layout, PrefillSize, Shape
-from dapo_jax.rollout.shards import Granted, Row, Shard
+from dapo_jax.rollout.rows import Granted, Outcome, Row
+from dapo_jax.rollout.shards import Shard
 
 LEAST_STOCK = 4  # rows of a shard, at least, that may wait for a slot
-
-
-class Outcome(Protocol):
-    """What the queue asks of the responses; rows are [B], -1 = none."""
-
-    def add(self, chunk: Any, rows: np.ndarray, starts: np.ndarray) -> int:
-        """Takes a chunk whose first token is number `starts` [B] of these rows; returns its tokens of each row."""
-        ...
-
-    def states(self, rows: np.ndarray) -> np.ndarray:
-        """[B] ENDED, WAITS for tokens that the policy does not write, or ALIVE, as far as it is known."""
-        ...
-
-    def are_given(self, rows: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-        """[B, length] bool, which tokens from `starts` [B] on are known and were not written by the policy."""
-        ...
 
 
 class Queue:

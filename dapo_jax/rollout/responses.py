@@ -15,8 +15,8 @@ from dapo_jax.parallel.sharding import fetch
 from dapo_jax.rollout.decoding import Chunk
 from dapo_jax.rollout.expert_records import ExpertRecords
 from dapo_jax.rollout.layout import EngineSettings
+from dapo_jax.rollout.rows import ALIVE, ENDED, WAITS
 from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.rollout.shards import ALIVE, ENDED, WAITS
 
 # (tokens of a response since it last returned, how many of them an earlier call has seen) -> how many of them to keep;
 # None = it continues.

@@ -14,67 +14,27 @@ its prompt's and writes its own.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
 from dapo_jax.rollout.layout import RESERVED_STATES, Layout
+from dapo_jax.rollout.rows import (
+    ALIVE,
+    ENDED,
+    WAITS,
+    Destinations,
+    Granted,
+    Known,
+    OpenPrompt,
+    Outcome,
+    Row,
+    are_given,
+    in_answers,
+    numbers_of,
+)
 
-if TYPE_CHECKING:
-    from dapo_jax.rollout.queue import Outcome
-
-ENDED, WAITS, ALIVE = range(3)  # states of a response: WAITS for tokens that the policy does not write
 States = Callable[[np.ndarray], np.ndarray]  # rows [B] -> [B], as far as they are known
-
-
-class Granted(NamedTuple):
-    """The pages that take what the next chunk of a row adds."""
-
-    page: int = 0  # page 0 is a scratch page
-    window_page: int = 0
-
-
-class Known(NamedTuple):
-    """Known tokens that a row reads."""
-
-    row: int
-    sampled: int  # tokens of the response before it
-    table: np.ndarray  # [M] pages of the row, with those that take it
-    held: int  # of these that the row has
-    seen: list[int]  # of layers with a window, the last pages of the row, with those that take it
-    destinations: "Destinations"
-    states: tuple[int, int]  # where they are, before and after
-
-
-# Of layers without a window, and with one: the page in which what a chunk adds begins, and the next one; 0 = none.
-Destinations = tuple[tuple[int, int], tuple[int, int]]
-
-
-class OpenPrompt(NamedTuple):
-    """What a prompt has while rows of it may begin."""
-
-    pages: list[int]
-    window_pages: list[int]  # in layers with a window, for its last tokens
-    state: int  # the place of its states; 0 = it has none, or no tokens are prefilled
-
-
-@dataclass(eq=False)
-class Row:
-    """A row that has begun."""
-
-    number: int
-    table: np.ndarray  # [M] pages of its prompt, then its own
-    prompt_pages: int
-    sampled: int  # tokens that are drawn or being drawn
-    state: int = 0  # the place of its states: its prompt's until it has had a chunk, then ...
-    own_state: int = 0  # ... its own
-    slot: int = -1  # in the last chunk; it stays there while the ladder has it
-    returns: bool = False  # its next chunk follows a token that the host knows, not what is in its slot
-    pages: list[int] = field(default_factory=list)  # its own
-    seen: list[int] = field(default_factory=list)  # pages that a window sees, the newest last: its prompt's, its own
-    window_pages: list[int] = field(default_factory=list)  # of those its own, with that of the chunk being decoded
 
 
 class Shard:
@@ -123,7 +83,7 @@ class Shard:
         held = sum(len(prompt.pages) for prompt in self.prompts.values())
         return self.load < most and pages <= len(self.free) and held + pages + longest < self.layout.pages
 
-    def open(self, prompt: int, num_pages: int) -> "OpenPrompt":
+    def open(self, prompt: int, num_pages: int) -> OpenPrompt:
         """What a prompt has; its rows wait from now on."""
         windows = [self.free_windows.pop() for _ in range(min(num_pages, self.layout.reach))]
         state = self.free_states.pop() if self.layout.states and num_pages else 0
@@ -135,7 +95,7 @@ class Shard:
     def release(self, states: States) -> None:
         """Takes their slots from rows that have ended, with their pages, and from those that wait for tokens."""
         live, self.live = self.live, []
-        for row, state in zip(live, states(_numbers(row.number for row in live)), strict=True):
+        for row, state in zip(live, states(numbers_of(row.number for row in live)), strict=True):
             if state == ALIVE and row.sampled < self.limits[row.number]:
                 self.live.append(row)
             elif self.layout.returns and state != ENDED:
@@ -144,13 +104,13 @@ class Shard:
                 self._free(row)
                 if not self.copied:
                     self._done(row.number)
-        parked = _numbers(self.parked)
+        parked = numbers_of(self.parked)
         for number in parked[states(parked) == ENDED].tolist():
             if (row := self.parked.pop(number)) is not None:
                 self._free(row)
             if row is None or not self.copied:
                 self._done(number)
-        queued, self.waiting = _numbers(self.waiting), deque()
+        queued, self.waiting = numbers_of(self.waiting), deque()
         for number, state in zip(queued.tolist(), states(queued), strict=True):
             if state == ALIVE:
                 self.waiting.append(number)
@@ -213,16 +173,16 @@ class Shard:
             self.live.append(row)
         return granted
 
-    def turn_ends(self, outcome: "Outcome") -> dict[int, int]:
+    def turn_ends(self, outcome: Outcome) -> dict[int, int]:
         """Of each row with a slot, tokens of its next chunk until a turn ends whose answer is known."""
         if not self.layout.go_on_anywhere:
             return {row.number: self.layout.chunk for row in self.live}
-        given = _are_given(self.live, outcome, self.layout.chunk)
+        given = are_given(self.live, outcome, self.layout.chunk)
         ends = np.pad(~given[:, :-1] & given[:, 1:], ((0, 0), (0, 1)), constant_values=True)
         counts = np.argmax(ends, axis=1) + 1
         return {row.number: count for row, count in zip(self.live, counts.tolist(), strict=True)}
 
-    def read_known(self, granted: dict[int, Granted], outcome: "Outcome", tokens: int, most: int) -> list[Known]:
+    def read_known(self, granted: dict[int, Granted], outcome: Outcome, tokens: int, most: int) -> list[Known]:
         """What rows read now of their answers, so many `tokens` at `most` so many times.
 
         A row reads as often as it can, but once where what it reads takes the place of what these tokens see. Each time
@@ -230,7 +190,7 @@ class Shard:
         theirs, and without younger ones a row waits without a slot.
         """
         once = bool(self.layout.reach or self.layout.states)
-        found, young, rows = list[Known](), list[int](), deque(_in_answers(self.live, outcome, tokens))
+        found, young, rows = list[Known](), list[int](), deque(in_answers(self.live, outcome, tokens))
         while rows and len(found) < most:
             row = rows.popleft()
             if row not in self.live or not self._grant_more(row, tokens, granted, young):
@@ -240,7 +200,7 @@ class Shard:
             self.advance(row, -1, page, tokens)
             found.append(Known(row.number, sampled, row.table, self.held(row), list(row.seen), *places))
             if self._grant_more(row, self.layout.chunk, granted, young) and not once:
-                rows.extendleft(_in_answers([row], outcome, tokens))
+                rows.extendleft(in_answers([row], outcome, tokens))
         self.waiting.extendleft(young)
         return found
 
@@ -357,18 +317,3 @@ class Shard:
             self.free_windows.extend(windows)
             self.free_states += [state] if state else []
             del self.left[prompt]
-
-
-def _in_answers(rows: Sequence[Row], outcome: "Outcome", tokens: int) -> list[Row]:
-    """Those whose next so many tokens are parts of an answer."""
-    given = np.all(_are_given(rows, outcome, tokens), axis=1).tolist()
-    return [row for row, one in zip(rows, given, strict=True) if one]
-
-
-def _are_given(rows: Sequence[Row], outcome: "Outcome", tokens: int) -> np.ndarray:
-    """[b, tokens] bool, which of the next tokens of these rows are parts of an answer."""
-    return outcome.are_given(_numbers(row.number for row in rows), _numbers(row.sampled for row in rows), tokens)
-
-
-def _numbers(rows: Iterable[int]) -> np.ndarray:
-    return np.fromiter(rows, np.int64)

@@ -19,7 +19,7 @@ from dapo_jax.rollout.counting import Counting, Turn
 from dapo_jax.rollout.layout import EngineSettings, Layout
 from dapo_jax.rollout.lengths import LengthHistory
 from dapo_jax.rollout.queue import Queue
-from dapo_jax.rollout.shards import ALIVE
+from dapo_jax.rollout.rows import ALIVE
 from dapo_jax.rollout.sizes import choose_layout
 
 SAMPLES = 16  # of a prompt

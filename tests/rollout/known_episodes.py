@@ -10,7 +10,7 @@ from dapo_jax.rollout.counting import Counting, Turn
 from dapo_jax.rollout.decoding import MEANWHILE, PART
 from dapo_jax.rollout.layout import Layout
 from dapo_jax.rollout.queue import Queue, needed_work
-from dapo_jax.rollout.shards import ALIVE, ENDED, WAITS
+from dapo_jax.rollout.rows import ALIVE, ENDED, WAITS
 
 Turns = Sequence[tuple[int, int | None]]  # tokens of the policy and of the answer; None = it ends the episode
 

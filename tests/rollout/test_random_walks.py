@@ -16,7 +16,7 @@ from shapes import ARCH
 from dapo_jax.models.architecture import Delta
 from dapo_jax.rollout.counting import Counting
 from dapo_jax.rollout.queue import Queue
-from dapo_jax.rollout.shards import ENDED, WAITS
+from dapo_jax.rollout.rows import ENDED, WAITS
 
 DELTA = Delta(key_heads=1, value_heads=1, key_dim=8, value_dim=8, filter_width=4)
 DELAYS = 0, 0, 1, 3, 10  # chunks until an answer

@@ -8,7 +8,7 @@ import numpy as np
 from dapo_jax.data.containers import Rollout
 from dapo_jax.rollout.decoding import Chunk
 from dapo_jax.rollout.responses import JoinedResponses, Responses
-from dapo_jax.rollout.shards import ALIVE
+from dapo_jax.rollout.rows import ALIVE
 
 LENGTH, EOS, PAD = 10, 2, 0
 
