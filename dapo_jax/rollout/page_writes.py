@@ -65,7 +65,8 @@ def put(held: jax.Array, pages: jax.Array, places: jax.Array, parts: jax.Array |
 def _put_locally(held: jax.Array, pages: jax.Array, places: jax.Array, parts: jax.Array | None = None) -> jax.Array:
     """As `put`, of a shard.
 
-    All places but 0 differ, and this says so: a GPU then stores, without atomics, which are slow in 16 bits.
+    All of these but those of page 0 differ, and this says so: a GPU then stores, without atomics, which are slow in 16
+    bits.
     """
     outside = len(held) + jnp.arange(len(places))  # these are dropped, and differ too
     places = jnp.where(places > 0, places, outside)

@@ -166,9 +166,9 @@ class Responses:
 
     def are_given(self, rows: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
         """As `queue.Outcome`; False for row -1."""
-        is_row, given = (rows >= 0)[:, None], np.pad(self.given[rows], ((0, 0), (0, length)))
-        places = np.where(is_row, (starts + self.begun[rows])[:, None] + np.arange(length), 0)
-        return is_row & np.take_along_axis(given, places, axis=1)
+        is_row, width = (rows >= 0)[:, None], self.given.shape[1]
+        places = (starts + self.begun[rows])[:, None] + np.arange(length)
+        return is_row & (places < width) & self.given[np.maximum(rows, 0)[:, None], np.minimum(places, width - 1)]
 
     def drawn(self) -> np.ndarray:
         """[B] tokens of each response so far, after those that it has begun with."""

@@ -3,11 +3,11 @@
 Rows wait for a slot in the order of their prompts. Too few pages: rows without a slot give up theirs, then the youngest
 rows; they restart later, with the same tokens.
 
-Pages of a row are numbered from the first of its prompt. Layers with a window have a pool of their own: in a chunk
-that begins after n pages, a window reaches the last `reach` of them. A prompt has such pages for its last tokens, which
-its rows share. A row takes one for each chunk that it adds; once `reach` pages are its own, that is the oldest of them:
-this chunk reads it before it is written, and no later one sees it. So a shard needs at most `reach` pages for each slot
-and each open prompt. Rows that wait for an environment have more while there are enough.
+Pages of a row are numbered from the first of its prompt. Layers with a window have a pool of their own: in a chunk that
+begins after n pages, a window reaches the last `reach` of them. A prompt has such pages for its last tokens, which its
+rows share. A row takes one for each page that it begins; once `reach` pages are its own, that is the oldest of them,
+which nothing sees that is decoded after it is written, or read at once with it. So a shard needs at most `reach` pages
+for each slot and each open prompt. Rows that wait for an environment have more while there are enough.
 
 States of layers with linear attention lie at places of a pool: those of prompts, and of rows. A row's first chunk reads
 its prompt's and writes its own.

@@ -179,6 +179,7 @@ def _of_pages(
     chunk = settings.chunk_length or (EPISODE_CHUNK if returns else length)
     divided = chunk < length and (returns or arch.window is None)
     chunk = max(1 << chunk.bit_length() - 1, settings.least_chunk) if divided else length
+    assert length % chunk == 0, "a page has whole chunks"
     prefills = _prefills(sizes, length)
     prompt, own = prefills[-1].width // length, own_pages(drawn, chunk, length, returns)
     of_layer = length * sizes.token_bytes
