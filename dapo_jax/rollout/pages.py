@@ -155,9 +155,8 @@ class Pages:
 
             opened = self._opened_state(held, reading.states)
             state, read = jax.lax.scan(step, opened, (jnp.arange(length), *by_token))
-            return jnp.moveaxis(read, 0, 1).reshape(-1, *read.shape[2:]), self._closed_state(
-                held, state, reading.states
-            )
+            read = jnp.moveaxis(read, 0, 1).reshape(-1, *read.shape[2:])
+            return read, self._closed_state(held, state, reading.states)
 
         def attend(kind: Layer, held: Any, *given: Any) -> Any:
             if kind.delta:
