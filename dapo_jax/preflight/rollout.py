@@ -129,10 +129,9 @@ def _programs(calls: Calls, counted: Counting, weights: Params) -> Iterator[Prog
     for size in {**counted.prefills, layout.prefills[-1]: 0}:
         name = f"prefill {size.at_once} prompts a shard, width {size.width}"
         yield Program("prefill", name, counted.prefills[size], lambda size=size: calls.lower_prefill(size), held)
-    for size in layout.reads:
-        if size.rows == max(one.rows for one in layout.reads if one.tokens == size.tokens):
-            name = f"read {size.tokens} tokens of an environment of {size.rows} rows a shard"
-            yield Program("prefill", name, 0, lambda size=size: calls.lower_read(size), held)
+    for size, *_ in layout.reads:
+        name = f"read {size.tokens} tokens of an environment of {size.rows} rows a shard"
+        yield Program("prefill", name, 0, lambda size=size: calls.lower_read(size), held)
     shapes = counted.decodes if layout.stretches else [layout.first_shape._replace(slots=n) for n in layout.ladder]
     for shape in shapes:
         chunks, pairs = counted.decodes[shape], None

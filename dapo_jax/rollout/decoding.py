@@ -43,7 +43,7 @@ class OpenedCache(NamedTuple):
 
     fixed: list[Any]  # of each layer, what no token changes
     carried: list[Any]  # of each layer, what goes from token to token
-    # ((index of the token, rows [b] that read it), kind, (fixed, carried), ...), see transformer.decode
+    # ((index of the token, rows [b] that go on), kind, (fixed, carried), ...), see transformer.decode
     attend: Callable[..., Any]
     closed: Callable[[list[Any]], Any]  # what is carried in the end -> the cache after the chunk
 

@@ -1,5 +1,6 @@
 """Host: what the devices do for the turns of a queue."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class QueueDevices(Counting):
         self.unread: list[tuple[np.ndarray, np.ndarray, jax.Array]] = []
         for shape in [self.shape] if self.layout.stretches else [Shape(slots) for slots in self.layout.ladder]:
             programs.prepare(*self._program(shape))
-        for size in self.layout.reads:
+        for size in itertools.chain(*self.layout.reads):
             programs.prepare(*self._reading(size))
 
     def add(

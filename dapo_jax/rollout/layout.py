@@ -83,7 +83,7 @@ class Layout:
     together: int = 0  # rows of a prompt that may read it together; 0 = stretches, or a prompt has one row
     returns: bool = False  # rows may wait for tokens that the policy does not write, and return
     keeps_states: bool = False  # rows that wait keep their states, besides pages
-    reads: tuple[ReadSize, ...] = ()  # of answers: of whole pages first, then of chunks, each with most rows first
+    reads: tuple[tuple[ReadSize, ...], ...] = ()  # of answers: of pages, then of chunks, of most rows first
 
     @property
     def slots(self) -> int:

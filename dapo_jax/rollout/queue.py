@@ -4,7 +4,6 @@ Prompts are given to shards in order, the next one to the shard with the fewest 
 (shards.py). The engine works a queue off with devices, the preflight with devices that only count.
 """
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -89,11 +88,10 @@ class Queue:
 
         Which these are depends on the tokens alone. So it changes no key or value when a row is read again.
         """
-        for tokens, group in itertools.groupby(self.layout.reads, lambda size: size.tokens):
-            sizes = list(group)
+        for sizes in self.layout.reads:
             while True:
                 shards = zip(self.shards, granted, strict=True)
-                known = [shard.read_known(given, outcome, tokens, sizes[0].rows) for shard, given in shards]
+                known = [shard.read_known(given, outcome, sizes[0]) for shard, given in shards]
                 if not (left := max(map(len, known))):
                     break
                 while left > 0:  # in calls that are nearly full, but for the last
@@ -170,7 +168,7 @@ class Queue:
             for slot, row in zip(places[: len(live)], live, strict=True):
                 place, held, longest = index * slots + slot, shard.held(row), max(longest, row.sampled)
                 rows[place], sources[place], sampled[place] = row.number, row.slot, row.sampled
-                returns[place], counts[place] = row.returns, ends[row.number]
+                returns[place], counts[place] = row.returns, ends.get(row.number, layout.chunk)
                 if states is not None:
                     states.reads[place], states.writes[place] = row.state, row.own_state
                 table[place], seen[place, : len(row.seen)] = row.table, row.seen

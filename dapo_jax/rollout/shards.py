@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dapo_jax.rollout.layout import RESERVED_STATES, Layout
+from dapo_jax.rollout.layout import RESERVED_STATES, Layout, ReadSize
 from dapo_jax.rollout.rows import (
     ALIVE,
     ENDED,
@@ -174,33 +174,32 @@ class Shard:
         return granted
 
     def turn_ends(self, outcome: Outcome) -> dict[int, int]:
-        """Of each row with a slot, tokens of its next chunk until a turn ends whose answer is known."""
+        """Tokens until the end of a turn, of rows in whose next chunk one ends whose answer is known."""
         if not self.layout.go_on_anywhere:
-            return {row.number: self.layout.chunk for row in self.live}
+            return {}
         given = are_given(self.live, outcome, self.layout.chunk)
-        ends = np.pad(~given[:, :-1] & given[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-        counts = np.argmax(ends, axis=1) + 1
-        return {row.number: count for row, count in zip(self.live, counts.tolist(), strict=True)}
+        ends = ~given[:, :-1] & given[:, 1:]
+        return {self.live[at].number: int(np.argmax(ends[at])) + 1 for at in np.flatnonzero(ends.any(axis=1)).tolist()}
 
-    def read_known(self, granted: dict[int, Granted], outcome: Outcome, tokens: int, most: int) -> list[Known]:
-        """What rows read now of their answers, so many `tokens` at `most` so many times.
+    def read_known(self, granted: dict[int, Granted], outcome: Outcome, size: ReadSize) -> list[Known]:
+        """What rows read now of their answers, as much as a call of this size takes.
 
         A row reads as often as it can, but once where what it reads takes the place of what these tokens see. Each time
         it is granted a page for them, and one for what comes after, if it needs them. Too few: younger rows give up
         theirs, and without younger ones a row waits without a slot.
         """
         once = bool(self.layout.reach or self.layout.states)
-        found, young, rows = list[Known](), list[int](), deque(in_answers(self.live, outcome, tokens))
-        while rows and len(found) < most:
+        found, young, rows = list[Known](), list[int](), deque(in_answers(self.live, outcome, size.tokens))
+        while rows and len(found) < size.rows:
             row = rows.popleft()
-            if row not in self.live or not self._grant_more(row, tokens, granted, young):
+            if row not in self.live or not self._grant_more(row, size.tokens, granted, young):
                 continue
             sampled, page = row.sampled, granted.pop(row.number, Granted())
             places = self.destinations(row, page), (row.state, row.own_state)
-            self.advance(row, -1, page, tokens)
+            self.advance(row, -1, page, size.tokens)
             found.append(Known(row.number, sampled, row.table, self.held(row), list(row.seen), *places))
             if self._grant_more(row, self.layout.chunk, granted, young) and not once:
-                rows.extendleft(in_answers([row], outcome, tokens))
+                rows.extendleft(in_answers([row], outcome, size.tokens))
         self.waiting.extendleft(young)
         return found
 
@@ -237,7 +236,7 @@ class Shard:
                 row.seen.append(granted.window_page)
                 del row.seen[: -self.layout.reach]
         row.slot, row.sampled, row.returns, row.state = slot, row.sampled + count, False, row.own_state
-        if slot >= 0 and count < self.layout.chunk:
+        if count < self.layout.chunk:
             self._go_on(row, row.sampled)
 
     def take_back(self, tokens: int) -> None:

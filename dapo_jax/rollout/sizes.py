@@ -215,14 +215,14 @@ def _of_pages(
     together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
     states = (open_prompts(slots, prefills) + RESERVED_STATES, slots * (1 + keeps_states)) if arch.delta else (0, 0)
 
-    def reading(tokens: int) -> list[ReadSize]:
+    def reading(tokens: int) -> tuple[ReadSize, ...]:
         # The pages of a row are listed for each token; where they are gathered, that takes as much memory as a slot.
         fitting = slots // tokens if gathers else LISTED // (tokens * row_pages)
         most = max(min(sizes.at_once(tokens), slots, fitting), 1)
         rows = [1 << step for step in range(most.bit_length() - 1, 0, -2)]
-        return [ReadSize(tokens, number) for number in (*rows, 1)]
+        return tuple(ReadSize(tokens, number) for number in (*rows, 1))
 
-    reads = tuple(size for tokens in dict.fromkeys((length, chunk)) for size in reading(tokens)) if returns else ()
+    reads = tuple(map(reading, dict.fromkeys((length, chunk)))) if returns else ()
     return Layout(sizes.num_samples, sizes.shards, ladder, *held, *states, together, returns, keeps_states, reads)
 
 

@@ -150,9 +150,8 @@ def returning(parts: Parts, pages: int | None = None) -> Iterator[Program]:
     calls = engine_calls(parts, returns=True)
     calls = replace(calls, layout=replace(calls.layout, pages=pages or calls.layout.pages))
     yield "decode with given tokens", lambda: calls.lower_decode(calls.layout.first_shape)
-    for size in calls.layout.reads:
-        if size.rows == max(one.rows for one in calls.layout.reads if one.tokens == size.tokens):
-            yield f"read {size.tokens} given tokens", functools.partial(calls.lower_read, size)
+    for size, *_ in calls.layout.reads:
+        yield f"read {size.tokens} given tokens", functools.partial(calls.lower_read, size)
 
 
 def continued(parts: Parts) -> Iterator[Program]:

@@ -102,8 +102,9 @@ def test_what_reads_chunks_fits_too(response, gathers):
     settings = settings_of(SEVEN, (1, 1), max_response_length=response, chunk_length=0, least_page=16)
     kind = {"attend": attend_gathered} if gathers else {}
     layout = layout_of(settings, [200] * 64, free=40, returns=True, **kind)
-    assert [size.tokens for size in layout.reads if size.rows == 1] == [layout.page_length, layout.chunk] == [64, 8]
-    for size in layout.reads:
+    sizes = list(itertools.chain(*layout.reads))
+    assert [size.tokens for size in sizes if size.rows == 1] == [layout.page_length, layout.chunk] == [64, 8]
+    for size in sizes:
         tokens = size.tokens * size.rows
         assert 4 * tokens * layout.row_pages <= 2**19 and (not gathers or tokens <= max(layout.slots, size.tokens))
 
