@@ -66,8 +66,8 @@ def test_the_limit_is_ten_medians_and_the_judges_patience_and_nothing_is_watched
 
 def test_no_timer_outlives_a_run_that_fails(tmp_path, monkeypatch):
     config = small_config(tmp_path, **{"monitor.watchdog_ends": True})
-    cancelled = []
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: cancelled.append(1))
+    cancel, cancelled = faulthandler.cancel_dump_traceback_later, []
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: cancelled.append(cancel()))
     with pytest.raises(KeyError), open_monitor(config, initial_step=0) as monitor:
         monitor.watchdog._seconds = [1.0]
         monitor.watchdog.begin(2)
