@@ -18,12 +18,17 @@ from flax import struct
 
 from dapo_jax.models.attention import MASKED, capped, matmul
 
-QUERIES = 64  # of a key-value head that read a prompt together, at most
+QUERIES, HEADS = 64, 256  # of a key-value head that read a prompt together, at most; such heads of all these rows
 
 
-def most_together(groups: int) -> int:
-    """Rows with one prompt that read it together, at most, where a key-value head has so many query heads."""
-    return max(QUERIES // groups, 1)
+def most_together(groups: int, kv_heads: int) -> int:
+    """Rows with one prompt that read it together, at most.
+
+    Args:
+        groups: query heads of a key-value head.
+        kv_heads: of a device. A TPU keeps the parts of all heads of these rows on its chip.
+    """
+    return max(min(QUERIES // groups, HEADS // kv_heads), 1)
 
 
 @struct.dataclass
@@ -39,8 +44,7 @@ class SoftmaxParts:
 class Runs:
     """Rows one behind the other that share a prompt, at most `most_together`: a kernel may read it once for a run."""
 
-    firsts: jax.Array  # [B] int32, the first row of each run
-    lengths: jax.Array  # [B] int32, its rows; 0 = there is no such run
+    lengths: jax.Array  # [B] int32, rows of the run that begins with each row; 0 = none does
     ends: jax.Array  # [B] int32, of each row: its tokens before this one are those of its prompt
 
 

@@ -45,9 +45,9 @@ def attend(
     by_head = by_head.reshape(kv_heads, rows * groups, size)
     call = functools.partial(_call, interpret=interpret, groups=groups, scale=size**-0.5, cap=cap)
     if runs is not None:
-        most = most_together(groups)
+        most = most_together(groups, kv_heads)
         splits = _splits(-(-rows // most) * kv_heads)  # as if all runs were the longest
-        arrays = by_head, pages, reads.table, runs.firsts, runs.lengths, reads.starts, runs.ends
+        arrays = by_head, pages, reads.table, runs.lengths, reads.starts, runs.ends
         found = call(
             _run, "paged_attention_of_runs", (rows, kv_heads, splits), _parts(splits, by_head), arrays, most=most
         )
@@ -158,7 +158,6 @@ def _run(
     query_ref,
     pages_ref,
     table_ref,
-    firsts_ref,
     lengths_ref,
     starts_ref,
     ends_ref,
@@ -168,9 +167,9 @@ def _run(
     scale,
     cap,
 ):
-    """A share of a run's prompt, for one key-value head. Programs of runs that there are not do nothing."""
-    unit, head, split = (pl.program_id(axis) for axis in range(3))
-    row, length, size = firsts_ref[unit], lengths_ref[unit], query_ref.shape[-1]
+    """A share of a run's prompt, for one key-value head. Programs of rows with which no run begins do nothing."""
+    row, head, split = (pl.program_id(axis) for axis in range(3))
+    length, size = lengths_ref[row], query_ref.shape[-1]
     queries = _Queries.of_rows(head, row, length, most=most, groups=groups)
     end = jnp.where(length > 0, ends_ref[row], 0)
     see = functools.partial(_see, queries.load(query_ref), head, scale=scale, cap=cap)

@@ -13,7 +13,7 @@ PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of [T, H] and [H, T], or [T, T] and 
 TREE = re.compile(r"tree_attention_(fwd|dq|dkv)")
 CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
-PAGED = re.compile(r"paged_attention(_of_runs)?/pallas_call")
+PAGED = re.compile(r"paged_attention(|_of_runs|_and_runs)/pallas_call")
 BLOCK_SUMS, STATES = "block_sums/pallas_call", "update_states/pallas_call"
 GROUPED = re.compile(r"grouped_(outer_)?products\b")
 FLOATS = ("bf16", "f16", "f32")
@@ -23,9 +23,8 @@ FLOATS = ("bf16", "f16", "f32")
 class PagedKeys:
     """Keys in pages that the rows of a device see at a token."""
 
-    seen: float  # in the mean layer; of these ...
-    own: float  # ... those that no run reads
-    prompts: float  # in a layer without a window, those of prompts; they are ...
+    own: float  # in the mean layer, those that no run reads
+    prompts: float  # in a layer without a window, those that runs read, for each row; they are ...
     read: float  # ... so many, if each run reads them once
 
 
@@ -53,9 +52,9 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pa
     estimate = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.attributes)
     if estimate:
         return float(estimate[1])
-    if isinstance(pairs, PagedKeys) and PAGED.search(instruction.attributes):
-        query, _, rows = _query_and_pages(operands)
-        return PRODUCTS["fwd"] * 2.0 * _paged_keys(instruction, pairs)[0] * math.prod(query.sizes) / rows
+    if isinstance(pairs, PagedKeys) and (paged := PAGED.search(instruction.attributes)):
+        query, _, rows = _query_and_pages(instruction, operands)
+        return PRODUCTS["fwd"] * 2.0 * _paged_keys(paged[1], pairs)[0] * math.prod(query.sizes) / rows
     pairs = None if isinstance(pairs, PagedKeys) else pairs
     if STATES in instruction.attributes:
         return 0.0  # its sums are not products of matrices
@@ -81,34 +80,35 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pa
 def unread_bytes(instruction: Instruction, operands: Sequence[Shape], pairs: Pairs) -> float:
     """Bytes that a kernel does not move of the pages and the tail, or of the places of states; 0 of other instructions.
 
-    Of a tail of C tokens, a kernel reads those up to the newest: from 1 to C.
+    Of a tail of C tokens, a GPU's kernel reads those up to the newest: from 1 to C.
     """
     if STATES in instruction.attributes:
         places, pool = operands[0], next(shape for shape in operands if len(shape.sizes) == 4)
         return 2 * pool.bytes * max(1 - places.sizes[0] / pool.sizes[0], 0.0)
-    if not isinstance(pairs, PagedKeys) or not PAGED.search(instruction.attributes):
+    if not isinstance(pairs, PagedKeys) or not (paged := PAGED.search(instruction.attributes)):
         return 0.0
-    query, pages, _ = _query_and_pages(operands)
-    _, read = _paged_keys(instruction, pairs)
+    query, pages, _ = _query_and_pages(instruction, operands)
+    _, read = _paged_keys(paged[1], pairs)
     tails = [shape for shape in operands if len(shape.sizes) == 4 and shape not in (query, pages)]
-    unread = sum(tail.bytes * (1 - 1 / tail.sizes[2]) / 2 for tail in tails)
+    unread = sum(tail.bytes * (1 - 1 / tail.sizes[2]) / 2 for tail in tails if "triton" in instruction.target)
     return unread + pages.bytes * (1 - read / (pages.sizes[0] * pages.sizes[2]))
 
 
-def _paged_keys(instruction: Instruction, keys: PagedKeys) -> tuple[float, float]:
+def _paged_keys(name: str, keys: PagedKeys) -> tuple[float, float]:
     """The keys that a kernel of paged attention scores, and that it reads."""
-    if "paged_attention_of_runs" in instruction.attributes:
-        return keys.prompts, keys.read
-    return (keys.own, keys.own) if "triton" in instruction.target else (keys.seen, keys.seen)
+    return {
+        "": (keys.own, keys.own),
+        "_of_runs": (keys.prompts, keys.read),
+        "_and_runs": (keys.own + keys.prompts, keys.own + keys.read),
+    }[name]
 
 
-def _query_and_pages(operands: Sequence[Shape]) -> tuple[Shape, Shape, int]:
-    """Operands of paged attention, and the rows: [B, K, G, H] or [K, B * G, H], and [A, K, C, 2H]."""
-    by_head, by_row = ([shape for shape in operands if len(shape.sizes) == axes] for axes in (3, 4))
-    if not by_head:
-        return by_row[0], by_row[1], by_row[0].sizes[0]
-    table = next(shape for shape in operands if len(shape.sizes) == 2)
-    return by_head[0], by_row[0], table.sizes[0]
+def _query_and_pages(instruction: Instruction, operands: Sequence[Shape]) -> tuple[Shape, Shape, int]:
+    """Operands of paged attention, and the rows: [B, K, G, H] or with Triton [K, B * G, H], and [A, K, C, 2H]."""
+    table, by_head, by_row = ([shape for shape in operands if len(shape.sizes) == axes] for axes in (2, 3, 4))
+    if "triton" in instruction.target:
+        return by_head[0], by_row[0], table[0].sizes[0]
+    return by_row[0], by_row[1], by_row[0].sizes[0]
 
 
 def _attention(products: int, query: Shape, pairs: float | None) -> float:

@@ -31,13 +31,6 @@ class Seen(NamedTuple):
     destinations: Any  # as in `decoding.Plan`
 
 
-class Together(NamedTuple):
-    """Runs of rows with one prompt, in arrays of the host or of the devices; each shard's own, and its first rows."""
-
-    firsts: Any  # [b] int32, the first slot of each run among those of its shard
-    lengths: Any  # [b] int32, its rows; 0 = there is no such run
-
-
 class RowStates(NamedTuple):
     """Where the states of rows are in layers with linear attention, in arrays of the host or of the devices."""
 
@@ -67,7 +60,7 @@ class Turn(NamedTuple):
     destinations: np.ndarray  # [b], or [b, 2]
     states: RowStates | None
     windows: Seen | None
-    runs: Together | None
+    runs: np.ndarray | None  # [b] int32
     pages: PagesSeen
 
 

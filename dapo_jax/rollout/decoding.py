@@ -74,7 +74,8 @@ class Plan:
     destinations: Any
     states: Any  # of layers with linear attention on pages, as in counting.RowStates; None = no layer has it
     windows: Any  # of layers with a window, as in counting.Seen; None = no layer has one
-    runs: Any = None  # of rows with one prompt, as in counting.Together; None for stretches
+    # [b] int32, slots of the run of rows with one prompt that begins with each slot, 0 = none does; None for stretches
+    runs: Any = None
     given: Any = None  # [b, C] int32, tokens that are not drawn but taken as they are, -1 = drawn; None = all are drawn
     room: Any = None  # [b] int32, where tokens are given: after so many tokens of the chunk the row ends
 

@@ -73,7 +73,7 @@ class Pages:
         runs = None
         if plan.runs is not None:
             ends_of_prompts = jnp.where(plan.numbers < 0, 0, cached + starts)
-            runs = Runs(plan.runs.firsts, plan.runs.lengths, ends_of_prompts)
+            runs = Runs(plan.runs, ends_of_prompts)
         heads, rows = on_mesh((HEADS, ROWS))
         spec = heads, heads, heads, PartitionSpec(), rows, PartitionSpec("tensor")
 
@@ -131,7 +131,8 @@ class Pages:
             before = jnp.where(is_row, cached + starts + reading.sampled, 0)
             ends = before[:, None] + 1 + is_row[:, None] * jnp.arange(length)  # no row: one token of the scratch page
             each = functools.partial(jnp.repeat, repeats=length, axis=0)
-            runs = Runs(*_runs_of_chunks(count, length, query.shape[1] // kv_heads), each(before))
+            most = most_together(query.shape[1] // kv_heads, kv_heads)
+            runs = Runs(_runs_of_chunks(count, length, most), each(before))
             reads = Reads(each(reading.table), each(starts), ends.reshape(-1), runs)
             if window is not None:
                 passed = each(reading.windows.first * page_length)
@@ -236,10 +237,7 @@ def empty_pages(
     return laid_out(Held(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
 
 
-def _runs_of_chunks(rows: int, length: int, groups: int) -> tuple[jax.Array, jax.Array]:
-    """Firsts and lengths of runs, if each token of a chunk of some rows is a row."""
-    firsts, lengths = np.zeros((2, rows * length), np.int32)
-    most = most_together(groups)
-    found = [(row * length + at, min(most, length - at)) for row in range(rows) for at in range(0, length, most)]
-    firsts[: len(found)], lengths[: len(found)] = np.array(found).T
-    return jnp.asarray(firsts), jnp.asarray(lengths)
+def _runs_of_chunks(rows: int, length: int, most: int) -> jax.Array:
+    """Lengths of runs, if each token of a chunk of some rows is a row."""
+    at = np.arange(length, dtype=np.int32)
+    return jnp.asarray(np.tile(np.where(at % most == 0, np.minimum(length - at, most), 0), rows))

@@ -15,7 +15,7 @@ from dapo_jax.models.state_kernels import state_kernel
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks_gpu import INNER, block_sums
 from dapo_jax.parallel.sharding import batch_sharding, on_mesh, replicated
-from dapo_jax.rollout.counting import RowStates, Seen, Together
+from dapo_jax.rollout.counting import RowStates, Seen
 from dapo_jax.rollout.decoding import HEADS, ROWS, FirstDraws, Held, Plan, Reading, decode, prefill, read
 from dapo_jax.rollout.layout import EngineSettings, Layout, PrefillSize, ReadSize, Shape, cache_dtype
 from dapo_jax.rollout.pages import empty_pages
@@ -110,7 +110,7 @@ class Calls:
         destinations = self._rows(used, 2) if layout.go_on_anywhere else row
         windows = Seen(self._rows(used, layout.reach), row, destinations) if layout.reach else None
         given = (self._rows(used, layout.chunk), row) if layout.returns else (None, None)
-        runs = Together(row, row) if layout.together else None
+        runs = row if layout.together else None
         states = RowStates(row, row) if layout.states else None
         plan = Plan(row, row, row, row, row, row, row, table, destinations, states, windows, runs, *given)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.settings.mesh))

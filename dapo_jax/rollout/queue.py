@@ -13,7 +13,7 @@ import numpy as np
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
-from dapo_jax.rollout.counting import Counting, Opened, PagesSeen, RowStates, Seen, Together, Turn
+from dapo_jax.rollout.counting import Counting, Opened, PagesSeen, RowStates, Seen, Turn
 from dapo_jax.rollout.layout import Layout, PrefillSize, Shape
 from dapo_jax.rollout.rows import Granted, Outcome, Row
 from dapo_jax.rollout.shards import Shard
@@ -152,7 +152,7 @@ class Queue:
         destinations, window_destinations = np.zeros((2, used, 2), np.int32)
         states = RowStates(*np.zeros((2, used), np.int32)) if layout.states else None
         table, seen = np.zeros((used, layout.row_pages), np.int32), np.zeros((used, layout.reach), np.int32)
-        runs = Together(*np.zeros((2, used), np.int32)) if layout.together else None
+        runs = np.zeros(used, np.int32) if layout.together else None
         pages = window_pages = prompt_pages = run_pages = longest = 0
         for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
             live, holding, ends = shard.live, shard.holding, shard.turn_ends(outcome)
@@ -162,8 +162,8 @@ class Queue:
                 sources[place], sampled[place], row.slot = row.slot, row.sampled, slot
             if runs is not None:
                 live, places = sorted(shard.live, key=lambda row: row.number), list(range(len(shard.live)))
-                for number, (begin, length) in enumerate(_runs(live, layout), index * slots):
-                    runs.firsts[number], runs.lengths[number] = begin, length
+                for begin, length in _runs(live, layout):
+                    runs[index * slots + begin] = length
                     run_pages += live[begin].prompt_pages
             for slot, row in zip(places[: len(live)], live, strict=True):
                 place, held, longest = index * slots + slot, shard.held(row), max(longest, row.sampled)

@@ -212,7 +212,8 @@ def _of_pages(
         )
     ladder = rungs(slots, FEW_STEPS if history.evenness() >= EQUAL else STEPS, least=ROW_MULTIPLE)
     held = pages, length, chunk, row_pages, prefills, (), min(pages, windows) if reach else 0, reach
-    together = most_together(arch.num_heads // arch.num_kv_heads) if sizes.num_samples > 1 else 0
+    of_device = arch.num_heads // arch.num_kv_heads, arch.num_kv_heads // settings.mesh.shape["tensor"]
+    together = most_together(*of_device) if sizes.num_samples > 1 else 0
     states = (open_prompts(slots, prefills) + RESERVED_STATES, slots * (1 + keeps_states)) if arch.delta else (0, 0)
 
     def reading(tokens: int) -> tuple[ReadSize, ...]:

@@ -66,7 +66,7 @@ def _pages(parts: Parts, size: int) -> jax.stages.Lowered:
     pages, tail = (_array(parts, (number, 32, PAGE, 2 * size), jnp.bfloat16, heads) for number in (64, 16))
     table, number = (_array(parts, shape, jnp.int32, ROWS) for shape in ((16, 8), (16,)))
     index = _array(parts, (), jnp.int32, PartitionSpec())
-    reads = Reads(table, number, number, Runs(number, number, number))
+    reads = Reads(table, number, number, Runs(number, number))
     return jax.jit(on_each_device).lower(query, pages, tail, index, reads)
 
 

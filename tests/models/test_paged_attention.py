@@ -32,10 +32,10 @@ def case(*, groups=7, kv_heads=2, size=64, page_length=32):
     pages = rng.normal(size=(unused + 1, kv_heads, page_length, 2 * size)).astype(np.float32)
     pages[unused] = 1e30
     table = np.full((rows, max(prompt_pages + own_pages) + 1), unused, np.int32)
-    order, firsts, lengths = iter(rng.permutation(unused)), *np.zeros((2, rows), np.int32)
+    order, lengths = iter(rng.permutation(unused)), np.zeros(rows, np.int32)
     places = [row for row in range(rows) if not row or PROMPTS[row] != PROMPTS[row - 1]]
-    for number, (first, end) in enumerate(zip(places, [*places[1:], rows], strict=True)):
-        firsts[number], lengths[number] = first, end - first
+    for first, end in zip(places, [*places[1:], rows], strict=True):
+        lengths[first] = end - first
         table[first:end, : prompt_pages[first]] = [next(order) for _ in range(prompt_pages[first])]
     for row, (begin, count) in enumerate(zip(prompt_pages, own_pages, strict=True)):
         table[row, begin : begin + count] = [next(order) for _ in range(count)]
@@ -43,7 +43,7 @@ def case(*, groups=7, kv_heads=2, size=64, page_length=32):
     starts, ends = prompt_ends - np.array(PROMPTS, np.int32), prompt_ends + np.array(OWN, np.int32)
     query = rng.normal(size=(rows, kv_heads * groups, size)).astype(np.float32)
     tail = rng.normal(size=(rows, kv_heads, page_length, 2 * size)).astype(np.float32)
-    return query, pages, tail, INDEX, Reads(table, starts, ends, Runs(firsts, lengths, prompt_ends))
+    return query, pages, tail, INDEX, Reads(table, starts, ends, Runs(lengths, prompt_ends))
 
 
 def seen_through(window, reads):
@@ -105,32 +105,36 @@ def test_kernels_take_sinks_as_copies_do(kernel, window, monkeypatch):
     assert np.abs(expected[:, -1]).max() < 1e-4 < np.abs(expected[:, 0]).max()
 
 
+@pytest.mark.parametrize("kernel", ["tpu", "gpu"])
 @pytest.mark.parametrize("copies", [6, 19])
-def test_runs_read_their_prompt_once_and_no_others(copies):
+def test_runs_read_their_prompt_once_and_no_others(copies, kernel):
     """Rows of one prompt, more than a run may have; nothing is read of what a run does not begin with."""
     *(query, pages, tail, index), reads = case(groups=8)
-    most, row = most_together(8), PROMPTS.index(40)
+    most, row = most_together(8, 2), PROMPTS.index(40)
     query, tail = (np.tile(x[row : row + 1], (copies, *(1,) * (x.ndim - 1))) for x in (query, tail))
     query *= 1 + np.arange(copies, dtype=np.float32)[:, None, None] / copies
-    firsts = np.arange(0, copies * most, most, np.int32)[:copies]
-    lengths = np.clip(copies - firsts, 0, most)
+    places = np.arange(copies, dtype=np.int32)
+    lengths = np.where(places % most, 0, np.minimum(copies - places, most))
     table = np.tile(reads.table[row], (copies, 1))
     starts, ends, prompt_ends = (np.full(copies, x[row]) for x in (reads.starts, reads.ends, reads.runs.ends))
-    runs = Runs(np.where(lengths, firsts, 0), lengths, prompt_ends)
+    runs = Runs(lengths, prompt_ends)
     expected = jit_gathered(query, pages, tail, index, Reads(table, starts, ends))
     own = table.copy()
-    own[np.arange(copies) % most > 0, : prompt_ends[0] // 32] = len(pages) - 1  # a page of 1e30
-    found = KERNELS["gpu"](query, pages, tail, index, Reads(own, starts, ends, runs))
+    own[places % most > 0, : prompt_ends[0] // 32] = len(pages) - 1  # a page of 1e30
+    found = KERNELS[kernel](query, pages, tail, index, Reads(own, starts, ends, runs))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_the_tpu_kernel_takes_fewer_tokens_at_once_of_large_pages(monkeypatch):
-    monkeypatch.setattr(paged_attention_tpu, "BUFFER", 2**19)
-    arrays = jax.tree.map(jnp.asarray, case(groups=1, size=256))
-    assert "[2,2,2,32,512]" in str(jax.make_jaxpr(paged_attention_tpu.attend)(*arrays))  # two pages, twice
-    found = paged_attention_tpu.attend(*arrays, interpret=True)
-    np.testing.assert_allclose(found, jit_gathered(*arrays), rtol=1e-5, atol=1e-5)
+    of_a_row = 4 * 2 * 16 * (256 + 128)  # its parts of the softmax
+    monkeypatch.setattr(paged_attention_tpu, "BUFFER", 2**19 + of_a_row)
+    *arrays, reads = jax.tree.map(jnp.asarray, case(groups=1, size=256))
+    for number, runs in ((2, None), (1, reads.runs)):  # pages, twice; the parts of a run take memory too
+        given = *arrays, reads.replace(runs=runs)
+        assert f"[2,{number},2,32,512]" in str(jax.make_jaxpr(paged_attention_tpu.attend)(*given))
+        found = paged_attention_tpu.attend(*given, interpret=True)
+        np.testing.assert_allclose(found, jit_gathered(*given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (None, 0.7), (3, None), (5, None), (20, 0.7), (600, 0.7)])

@@ -121,9 +121,9 @@ def test_shorter_responses_read_fewer_keys_of_the_pages(monkeypatch):
     whole, _ = (program for program in longest.programs if program.stage == "decode")
     # prompts of 8 tokens, one page, and five chunks of the response
     own, prompts = 128 / 4 * 8 * 2, 128 / 4 * 8
-    assert (whole.calls, whole.pairs) == (5, PagedKeys(own + prompts, own, prompts, prompts / config.rollout.n))
-    chunks = sum(program.calls * program.pairs.seen for program in shorter.programs if program.stage == "decode")
-    assert 0 < chunks < whole.calls * whole.pairs.seen
+    assert (whole.calls, whole.pairs) == (5, PagedKeys(own, prompts, prompts / config.rollout.n))
+    chunks = sum(program.calls * program.pairs.own for program in shorter.programs if program.stage == "decode")
+    assert 0 < chunks < whole.calls * whole.pairs.own
     assert shorter.work["decode"].computed < longest.work["decode"].computed
     gathered = programs_of(config)  # where no kernel attends, whole tables are read
     assert {program.pairs for program in gathered.programs if program.stage == "decode"} == {None}
@@ -142,6 +142,16 @@ def test_a_step_of_segments_begins_responses_and_continues_those_of_the_steps_be
     drawn = flops.of_responses(np.array([8.0, 8 + 5, 8 + 10]), np.array([[5.0], [5], [2]]))
     assert step.work["decode"].needed == pytest.approx(128 * drawn)
     assert sum(program.name.startswith("continued: prefill") for program in step.programs) == 1
+
+
+def test_continued_responses_read_their_beginnings_each_alone(monkeypatch):
+    monkeypatch.setattr(rollout, "page_attention", lambda settings: (paged_attention_gpu.attend, ""))
+    carry = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 2}
+    sizes = {"data.max_response_length": 16, "rollout.segment_length": 8, "rollout.decode_chunk_length": 8}
+    step = programs_of(one_step(**carry, **sizes))
+    begun, continued = (one.pairs for one in step.programs if one.stage == "decode" and one.calls)
+    assert begun == PagedKeys(0.0, 32 * 8.0, 32 * 8.0 / 16)
+    assert continued == PagedKeys(32 * 16.0, 0.0, 0.0)  # the prompt, and 8 tokens of the response
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():

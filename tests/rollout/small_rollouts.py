@@ -16,7 +16,7 @@ from small_policy import engine_settings
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.decode_weights import unstack_layers
-from dapo_jax.models import paged_attention_gpu
+from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.transformer import Params, forward, logits, positions_of
@@ -34,7 +34,8 @@ from dapo_jax.rollout.sampling import TRAIN, Sampling, row_keys, sample
 
 FREE, GREEDY = Sampling.create(1.0, 1.0, -1), Sampling.create(0.0, 1.0, -1)
 PAD, SAMPLES = 0, 4
-INTERPRETED = functools.partial(paged_attention_gpu.attend, interpret=True)
+TRITON = functools.partial(paged_attention_gpu.attend, interpret=True)
+MOSAIC = functools.partial(paged_attention_tpu.attend, interpret=True)
 # Of an engine's settings, those that its programs do not depend on.
 SCHEDULE = {"max_num_seqs": 0, "memory_share": 1.0, "lookahead": 0, "seed": 0}
 
@@ -100,10 +101,10 @@ class Rollouts:
     def engine(self, kind: str, mesh: Mesh | None = None, **changes: Any) -> Engine:
         """16 slots for all rows, with "pages" or "stretches", of which each width is a program: so chunks are long.
 
-        With "kernels" those of GPUs attend to pages, in Pallas' interpreter.
+        With "triton" and "mosaic" kernels of GPUs and TPUs attend to pages, in Pallas' interpreter.
         """
-        kinds = {"pages": (attend_gathered, 8), "stretches": (None, self.length // 2), "kernels": (INTERPRETED, 8)}
-        attend, chunk = kinds[kind]
+        attend = {"pages": attend_gathered, "stretches": None, "triton": TRITON, "mosaic": MOSAIC}[kind]
+        chunk = self.length // 2 if attend is None else 8
         return shared(Engine(self.settings(mesh, **{"max_num_seqs": 16, "chunk_length": chunk, **changes}), attend))
 
     def on(self, mesh: Mesh) -> Params:

@@ -80,11 +80,12 @@ def test_tokens_are_those_that_an_earlier_engine_has_recorded(kind, case):
 
 
 @pytest.mark.slow
-@pytest.mark.long("gemma2_softcap")
+@pytest.mark.long("gemma2_softcap-triton", "eight devices-mosaic")
+@pytest.mark.parametrize("kind", ["triton", "mosaic"])
 @pytest.mark.parametrize("case", ["free", "eight devices", "gemma2_softcap", "one sample"])
-def test_kernels_that_read_a_prompt_once_draw_the_recorded_tokens(case):
+def test_kernels_that_read_a_prompt_once_draw_the_recorded_tokens(case, kind):
     """Rows of a prompt lie together, in whatever order they began; some layers have a window."""
-    expected, found = np.load(RECORDED)[case], sampled("kernels", case)
+    expected, found = np.load(RECORDED)[case], sampled(kind, case)
     np.testing.assert_array_equal(np.where(found.mask, found.responses + 1, 0), expected)
 
 

@@ -147,7 +147,8 @@ def test_a_turn_that_reaches_its_limit_ends_the_response(kind, expected):
 
 
 @pytest.mark.short("pages")
-@pytest.mark.parametrize("kind", ["pages", "kernels"])
+@pytest.mark.long("triton")
+@pytest.mark.parametrize("kind", ["pages", "triton", "mosaic"])
 def test_tokens_of_a_chunk_that_is_read_at_once_see_those_before_them(kind):
     """The keys of a second layer depend on what the first has attended to; a page has two chunks."""
     found, _ = played(kind, rollouts=dense(2), max_num_seqs=7, least_page=16)

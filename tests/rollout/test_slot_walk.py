@@ -123,7 +123,7 @@ def test_rows_of_a_prompt_lie_together_and_read_its_pages_once(monkeypatch):
         slots, seen = turn.shape.slots, 0
         for shard in range(2):
             own, found = slice(shard * slots, (shard + 1) * slots), []
-            for first, length in zip(turn.runs.firsts[own], turn.runs.lengths[own], strict=True):
+            for first, length in enumerate(turn.runs[own].tolist()):
                 run = turn.rows[own][first : first + length]
                 assert len(run) <= 3 and len(set(run // 5)) == min(length, 1) and (run >= 0).all()
                 pages = layout.prompt_pages(prompts[run[0] // 5]) if length else 0

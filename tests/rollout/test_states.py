@@ -41,10 +41,10 @@ def same(found, rollouts):
 
 
 @pytest.mark.slow
-@pytest.mark.long("stretches", "kernels")
-@pytest.mark.parametrize("kind", ["pages", "stretches", "kernels"])
+@pytest.mark.long("stretches", "triton")
+@pytest.mark.parametrize("kind", ["pages", "stretches", "triton"])
 def test_rows_take_turns_in_slots(kind, rollouts, monkeypatch):
-    if kind == "kernels":
+    if kind == "triton":
         monkeypatch.setattr(programs, "state_kernel", lambda *_: INTERPRETED_UPDATE)
     same(rollouts.sample(rollouts.engine(kind, max_num_seqs=7, lookahead=1)), rollouts)
 
