@@ -138,11 +138,16 @@ def test_bytes_and_products_of_an_update(size, bytes_, flops, compiled):
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "needed", "most", "kernels"),
-    [("0.5b", 3072, 13.07e9, 2.0, 12), ("1.5b", 1536, 17.18e9, 1.6, 12), ("0.5b", 256, 1.99e9, 2.0, 13)],
+    ("topology", "size", "rows", "needed", "most", "kernels"),
+    [
+        ("h100:1", "0.5b", 3072, 13.07e9, 2.0, 12),
+        ("h100:1", "1.5b", 1536, 17.18e9, 1.6, 12),
+        ("h100:1", "0.5b", 256, 1.99e9, 2.0, 13),
+        ("v5e:1x1", "0.5b", 768, 3.86e9, 1.4, None),
+    ],
 )
-def test_bytes_and_kernels_of_a_decoded_token(size, rows, needed, most, kernels, compiled):
-    """The mean token of responses of 512 tokens to prompts of 512, 8 of each, on one H100, by JAX 0.10.2.
+def test_bytes_and_kernels_of_a_decoded_token(topology, size, rows, needed, most, kernels, compiled):
+    """The mean token of responses of 512 tokens to prompts of 512, 8 of each, on one device, by JAX 0.10.2.
 
     Needed are the weights, the keys and values of each row, and those of each prompt once.
     """
@@ -154,13 +159,13 @@ def test_bytes_and_kernels_of_a_decoded_token(size, rows, needed, most, kernels,
         "data.train_batch_size": rows // 8,
     }
     changes = alone | lengths | {"rollout.max_num_seqs": rows, "rollout.decode_chunk_length": 32}
-    [programs] = compiled("h100:1", Case(f"{rows} rows", decoding, changes, family=f"qwen2.5-{size}"))
+    [programs] = compiled(topology, Case(f"{rows} rows", decoding, changes, family=f"qwen2.5-{size}"))
     (program,) = programs.values()
     own, prompts = rows * 240.0, rows * 512.0
     costs = program_costs(program.text, [0], pairs=PagedKeys(own, prompts, prompts / 8))
     layers = {"0.5b": 24, "1.5b": 28}[size]
     assert costs.bytes <= 32 * most * needed and not costs.unknown
-    assert costs.launches <= 32 * (kernels * layers + 28)
+    assert kernels is None or costs.launches <= 32 * (kernels * layers + 28)
 
 
 @pytest.mark.parametrize(("topology", "gathers"), [(H100, 7), (V5E, 6)])
