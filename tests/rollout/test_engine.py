@@ -80,7 +80,7 @@ def test_tokens_are_those_that_an_earlier_engine_has_recorded(kind, case):
 
 
 @pytest.mark.slow
-@pytest.mark.long("gemma2_softcap-triton", "eight devices-mosaic")
+@pytest.mark.long("eight devices")
 @pytest.mark.parametrize("kind", ["triton", "mosaic"])
 @pytest.mark.parametrize("case", ["free", "eight devices", "gemma2_softcap", "one sample"])
 def test_kernels_that_read_a_prompt_once_draw_the_recorded_tokens(case, kind):
@@ -90,6 +90,7 @@ def test_kernels_that_read_a_prompt_once_draw_the_recorded_tokens(case, kind):
 
 
 @pytest.mark.short("pages-{'chunk_length': 16, 'lookahead': 3", "pages-{'chunk_length': 4", "stretches-{'lookahead': 3")
+@pytest.mark.long("pages-{'chunk_length': 64", "stretches-{'chunk_length': 16, 'lookahead': 3")
 @pytest.mark.parametrize(
     "changes",
     [

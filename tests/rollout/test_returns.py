@@ -147,7 +147,7 @@ def test_a_turn_that_reaches_its_limit_ends_the_response(kind, expected):
 
 
 @pytest.mark.short("pages")
-@pytest.mark.long("triton")
+@pytest.mark.long("mosaic")
 @pytest.mark.parametrize("kind", ["pages", "triton", "mosaic"])
 def test_tokens_of_a_chunk_that_is_read_at_once_see_those_before_them(kind):
     """The keys of a second layer depend on what the first has attended to; a page has two chunks."""
