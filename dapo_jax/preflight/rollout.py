@@ -149,7 +149,7 @@ def _programs(calls: Calls, counted: Counting, weights: Params) -> Iterator[Prog
 
 def _paged_keys(counted: Counting, shape: Shape, layout: Layout, arch: Architecture) -> PagedKeys:
     """Those of a device, in the mean chunk of this shape."""
-    prompts, read = (counted.prompt_pages[shape], counted.run_pages[shape]) if layout.together else (0, 0)
+    prompts, read = counted.prompt_pages[shape], counted.run_pages[shape]
     own = counted.pages[shape] - token_flops(arch).mean(lambda window: prompts if window is None else 0)
     tokens = layout.page_length / (max(counted.decodes[shape], 1) * layout.shards)
     return PagedKeys(own * tokens, prompts * tokens, read * tokens)

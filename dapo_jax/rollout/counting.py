@@ -42,7 +42,7 @@ class PagesSeen(NamedTuple):
     """Pages that rows see in a chunk, on all shards."""
 
     full: int  # in a layer without a window; of these ...
-    prompts: int  # ... those of prompts, which are ...
+    prompts: int  # ... those of prompts that runs read, which are ...
     runs: int  # ... so many, if each run reads them once
     window: int  # in a layer with a window
 
@@ -77,7 +77,7 @@ class Counting:
         self.decodes: Counter[Shape] = Counter()  # chunks
         self.prefills: Counter[PrefillSize] = Counter()  # calls
         self.pages: Counter[Shape] = Counter()  # seen in these chunks, on all shards, in the mean layer
-        self.prompt_pages: Counter[Shape] = Counter()  # of these those of prompts, in a layer without a window ...
+        self.prompt_pages: Counter[Shape] = Counter()  # of these those that runs read, in a layer without a window ...
         self.run_pages: Counter[Shape] = Counter()  # ... once for each run
 
     def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> tuple[Any, np.ndarray] | None:

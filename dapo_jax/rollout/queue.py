@@ -165,6 +165,7 @@ class Queue:
                 for begin, length in _runs(live, layout):
                     runs[index * slots + begin] = length
                     run_pages += live[begin].prompt_pages
+                    prompt_pages += length * live[begin].prompt_pages
             for slot, row in zip(places[: len(live)], live, strict=True):
                 place, held, longest = index * slots + slot, shard.held(row), max(longest, row.sampled)
                 rows[place], sources[place], sampled[place] = row.number, row.slot, row.sampled
@@ -174,7 +175,6 @@ class Queue:
                 table[place], seen[place, : len(row.seen)] = row.table, row.seen
                 first[place] = held - len(row.seen)
                 pages, window_pages = pages + held, window_pages + len(row.seen)
-                prompt_pages += row.prompt_pages
                 new = given.get(row.number, Granted())
                 destinations[place], window_destinations[place] = shard.destinations(row, new)
                 shard.advance(row, slot, new, int(counts[place]))
