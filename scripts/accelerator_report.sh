@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Measures this machine's accelerator with dapo_jax in at most nine minutes: no network, no model, no data needed.
 #
-#   bash scripts/accelerator_report.sh [--output DIR] [--minutes N] [--sections NAME,NAME] [--small]
+#   bash scripts/accelerator_report.sh [--output DIR] [--minutes N] [--sections NAME,NAME] [--after DIR] [--small]
 #
 #   --output DIR      new or empty folder for report.json and report.md (default: runs/accelerator_report)
 #   --minutes N       most that all sections take together (default: 9)
 #   --sections A,B    only these of attention, tokens, training, rollout_0.5b, update_0.5b, rollout_1.5b, update_1.5b,
-#                     memory, which needs the updates, rows_0.5b, rows_1.5b and long_tail
+#                     memory, which needs the updates, rows_0.5b, rows_1.5b, long_tail and variants
+#   --after DIR       without the sections that have passed in the report of this folder
 #   --small           tiny sizes, as on a machine without an accelerator
 #
 # Uses the first interpreter that can import dapo_jax and what it needs ($PYTHON, the active one, .venv); if there

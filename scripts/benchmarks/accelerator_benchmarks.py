@@ -14,6 +14,7 @@ from typing import Any
 import benchmark_update
 import numpy as np
 from accelerator_findings import Findings
+from accelerator_shares import show_shares
 from contenders import device_limits, seconds_of
 from random_models import config_json
 
@@ -38,37 +39,18 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
     from dapo_jax.models.weights import count_params
 
     shape, devices = (STAND_INS if small else SIZES)[size], jax.device_count()
-    prompt, length = (8, 24) if small else (512, 1536)
-    arch = architecture(shape)
-    chunk = logits_chunk()
-    micro = micro_batch_that_fits(arch, prompt + length, devices, chunk)
-    if not micro:
+    arch, found = architecture(shape), update_case(shape, small=small)
+    if found is None:
         findings.keep(skipped=f"{shape} does not fit {devices} x {gib(memory_limit())}")
         return
-    batch = math.lcm(micro * devices * (2 if small else 4), GROUP)
-    given = {
-        "shape": shape,
-        "batch": batch,
-        "group": GROUP,
-        "prompt_length": prompt,
-        "lengths": str(length),
-        "micro": micro * devices,
-    }
-    options = {
-        "actor.share_prompts": False,
-        "actor.logprob_chunk_size": chunk,
-        "mesh.data": 1,
-        "mesh.fsdp": devices,
-        "reward.num_workers": 1,
-    }
-    args = argparse.Namespace(**given)
+    args, options = found
+    rows = f"{args.batch} rows of {args.prompt_length} + {args.lengths} tokens, {args.micro // devices} at a time"
     findings.note(
-        f"{shape}, random weights, products in {DTYPE}, weights and AdamW's moments in float32: {batch} rows of "
-        f"{prompt} + {length} tokens in micro-batches of {micro} per device; the backward pass computes layers again. "
-        f"Seconds are those of all gradients and one optimizer step, the median of {REPEATS} after a first call. MFU "
-        "is the model's FLOPs / (seconds x devices x peak): 6 per layer weight and token, 6 per head weight and "
-        "response token, and 6 x layers x heads x head size x length^2 per row for causal attention; what is computed "
-        "again does not count."
+        f"{shape}, random weights, products in {DTYPE}, weights and AdamW's moments in float32: {rows} on "
+        "each device; the backward pass computes layers again. Seconds are those of all gradients and one optimizer "
+        f"step, the median of {REPEATS} after a first call. MFU is the model's FLOPs / (seconds x devices x peak): 6 "
+        "per layer weight and token, 6 per head weight and response token, and 6 x layers x heads x head size x "
+        "length^2 per row for causal attention; what is computed again does not count."
     )
     ours = benchmark_update.Ours(args, DTYPE, options)
     first, seconds, tokens = measured(ours, "")
@@ -88,9 +70,38 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
             "peak GiB": peak_gib(),
         },
     )
-    findings.keep(update={"args": given, "options": options, "peak": peak_bytes()})
+    findings.keep(update={"args": vars(args), "options": options, "peak": peak_bytes()})
     finite = all(bool(np.isfinite(leaf).all()) for leaf in first_leaves(ours.models.actor.params))
     findings.check(f"{shape}: norms after {REPEATS + 1} updates are finite", finite, "yes", finite)
+    show_shares(findings, lambda: ours(""), "update")
+
+
+def update_case(shape: str, *, small: bool) -> tuple[argparse.Namespace, dict[str, Any]] | None:
+    """What an update is measured on, with options of the config; None if it does not fit."""
+    import jax
+
+    devices, chunk = jax.device_count(), logits_chunk()
+    prompt, length = (8, 24) if small else (512, 1536)
+    micro = micro_batch_that_fits(architecture(shape), prompt + length, devices, chunk)
+    if not micro:
+        return None
+    batch = math.lcm(micro * devices * (2 if small else 4), GROUP)
+    given = {
+        "shape": shape,
+        "batch": batch,
+        "group": GROUP,
+        "prompt_length": prompt,
+        "lengths": str(length),
+        "micro": micro * devices,
+    }
+    options = {
+        "actor.share_prompts": False,
+        "actor.logprob_chunk_size": chunk,
+        "mesh.data": 1,
+        "mesh.fsdp": devices,
+        "reward.num_workers": 1,
+    }
+    return argparse.Namespace(**given), options
 
 
 def measured(ours: Any, case: str) -> tuple[float, float, int]:

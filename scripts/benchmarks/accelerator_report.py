@@ -1,6 +1,6 @@
 """Host: one report on this machine's accelerator: what it is, whether it computes correctly, how fast, in what memory.
 
-    bash scripts/accelerator_report.sh [--output DIR] [--minutes N] [--sections NAME,NAME] [--small]
+    bash scripts/accelerator_report.sh [--output DIR] [--minutes N] [--sections NAME,NAME] [--after DIR] [--small]
 
 Writes DIR/report.json and DIR/report.md after each section. Each section is a separate process
 (accelerator_sections.py): if it crashes or runs out of memory, the others still run, with all of the accelerator's
@@ -58,6 +58,7 @@ SECTIONS = (  # the most important first
     Section("rows_0.5b", "Rollout of as many rows as a step has, 0.5B", 40, 240),
     Section("rows_1.5b", "Rollout of as many rows as a step has, 1.5B", 40, 240),
     Section("long_tail", "Slots on equal lengths and on a long tail, 0.5B", 90, 300),
+    Section("variants", "Sampling and update with single choices undone, 0.5B", 90, 360),
 )
 
 
@@ -79,17 +80,29 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/accelerator_report"), help="new or empty folder")
     parser.add_argument("--minutes", type=float, default=9.0, help="most that all sections take together")
     parser.add_argument("--sections", help="only these, and environment: names with commas between")
+    parser.add_argument("--after", type=Path, metavar="DIR", help="without the sections that passed in this report")
     parser.add_argument("--small", action="store_true", help="tiny sizes, as on a machine without an accelerator")
     args = parser.parse_args(arguments)
     names = [section.name for section in SECTIONS]
     args.sections = names if args.sections is None else args.sections.split(",")
+    try:
+        passed = set() if args.after is None else passed_in(args.after)
+    except (OSError, ValueError) as error:
+        parser.error(f"--after={args.after} holds no report.json that can be read ({error}): give the folder of one")
     if unknown := sorted(set(args.sections) - set(names)):
         parser.error(f"--sections: {', '.join(map(repr, unknown))} unknown: choose from {', '.join(names)}")
     if not 0 < args.minutes < 1e6:  # nan too
         parser.error(f"--minutes={args.minutes:g} must be more than 0")
     if problem := prepare(args.output):
         parser.error(f"--output={args.output} {problem}: choose a new or empty folder")
+    args.sections = [name for name in args.sections if name not in passed]
     return args
+
+
+def passed_in(folder: Path) -> set[str]:
+    """The names of the sections that have passed in an earlier report."""
+    sections = json.loads((folder / "report.json").read_text(encoding="utf-8"))["sections"]
+    return {section["name"] for section in sections if section["status"] == PASSED}
 
 
 def prepare(folder: Path) -> str:

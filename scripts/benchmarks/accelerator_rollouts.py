@@ -21,6 +21,7 @@ from accelerator_benchmarks import (
     peak_gib,
 )
 from accelerator_findings import Findings
+from accelerator_shares import show_shares
 from contenders import device_limits
 from workload import response_lengths
 
@@ -35,21 +36,19 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str, most: i
     from dapo_jax.models.weights import count_params
 
     shape, devices = (STAND_INS if small else SIZES)[size], jax.device_count()
-    prompt, length = (8, 16) if small else (512, 512)
-    arch = architecture(shape)
-    per_device = rows_that_fit(arch, prompt, length, most=16 if small else most)
-    if not per_device:
+    found = rollout_case(shape, small=small, most=most)
+    if found is None:
         findings.keep(skipped=f"{shape} does not fit {gib(memory_limit())}")
         return
-    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=0)
-    ours, case = benchmark_rollout.Ours(args, DTYPE), str(length)
+    args, case = found
+    arch, length, ours = architecture(shape), int(case), benchmark_rollout.Ours(args, DTYPE)
     first, seconds, sampled = measured(ours, case)
     least = reading_seconds(arch, args, length, devices)
+    rows = f"{args.batch} rows in groups of {GROUP}, prompts of {args.prompt_length} and responses of {length} tokens"
     findings.note(
-        f"{shape}, random weights, {DTYPE}: {args.batch} rows in groups of {GROUP}, prompts of {prompt} and responses "
-        f"of {length} tokens, all rows to the end. Seconds are those of prefill and decoding, the median of {REPEATS} "
-        "after a first call. The limit is reading the weights and the filled cache once per decoding step at the "
-        "bandwidth of the data sheet; a group's prompt is read once."
+        f"{shape}, random weights, {DTYPE}: {rows}, all rows to the end. Seconds are those of prefill and decoding, "
+        f"the median of {REPEATS} after a first call. The limit is reading the weights and the filled cache once per "
+        "decoding step at the bandwidth of the data sheet; a group's prompt is read once."
     )
     findings.row(
         "Rollout",
@@ -66,6 +65,22 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str, most: i
         },
     )
     findings.check(f"{shape}: sampled tokens", sampled, str(args.batch * length), sampled == args.batch * length)
+    show_shares(findings, lambda: ours(case), "rollout")
+
+
+def rollout_case(shape: str, *, small: bool, most: int = 256) -> tuple[argparse.Namespace, str] | None:
+    """What a rollout is measured on, and the length of all responses; None if no rows fit.
+
+    Args:
+        most: rows of a device.
+    """
+    import jax
+
+    prompt, length = (8, 16) if small else (512, 512)
+    per_device = rows_that_fit(architecture(shape), prompt, length, most=16 if small else most)
+    batch = per_device * jax.device_count()
+    args = argparse.Namespace(shape=shape, batch=batch, group=GROUP, prompt_length=prompt, chunk=0)
+    return (args, str(length)) if per_device else None
 
 
 def long_tail(findings: Findings, folder: Path, *, small: bool) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import accelerator_benchmarks
 import accelerator_numerics
 import accelerator_rollouts
+import accelerator_variants
 import contenders
 import numpy as np
 from accelerator_findings import Findings
@@ -192,6 +193,7 @@ SECTIONS: dict[str, Callable[..., None]] = {
     "training": training,
     "memory": accelerator_benchmarks.memory,
     "long_tail": accelerator_rollouts.long_tail,
+    "variants": accelerator_variants.variants,
     "rows_0.5b": functools.partial(accelerator_rollouts.rollout, size="0.5b", most=3072),
     "rows_1.5b": functools.partial(accelerator_rollouts.rollout, size="1.5b", most=1024),
 } | {

@@ -6,7 +6,8 @@ A policy samples in bfloat16; k3 compares its log-probabilities with those of th
 loss over these responses is that of an update: matrices cast once, attention's results kept. Its error is the norm of
 the difference to the gradient in float32, over the norm of that. Two ways to write the products of a layer: float32,
 as on CPUs and TPUs, and bfloat16, as on GPUs. XLA keeps every rounding (--xla_allow_excess_precision=false), which a
-CPU otherwise drops in one program and keeps in another. Not emulated: the GPU's kernels, whose sums have other orders.
+CPU otherwise drops in one program and keeps in another, and adds up in float32, as a GPU does: a CPU's small products
+that are written in bfloat16 add up in it. Not emulated: the GPU's kernels, whose sums have other orders.
 
 Families have small random models with layers of each kind. --model adds the first eight layers of a Llama on the disk.
 """
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from accelerator_numerics import k3
+from accelerator_variants import layers_write
 
 from dapo_jax.config.sections import ActorConfig
 from dapo_jax.data.containers import Batch
@@ -39,7 +41,7 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.rows import rows_of
 from dapo_jax.learner.trainable import Passes
 from dapo_jax.learner.update import compute_statistics
-from dapo_jax.models import layers, lora
+from dapo_jax.models import attention
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import XLA
 from dapo_jax.models.families import FAMILIES
@@ -58,7 +60,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for wh
 from markdown_table import markdown_table
 from script_ends import command
 
-PROMPTS, PROMPT, SAMPLES, LENGTH = 8, 24, 4, 64  # sizes of a batch
+PROMPTS, PROMPT, SAMPLES, LENGTH = 32, 24, 4, 64  # sizes of a batch
 FIRST, DEVIATION = 8, 0.06  # layers of a model on the disk; the standard deviation of random weights
 SMALL = {
     "vocab_size": 1024,
@@ -107,14 +109,15 @@ def first_layers(directory: str) -> tuple[Architecture, Any]:
 
 
 @contextlib.contextmanager
-def layers_write(kind: str) -> Iterator[None]:
-    """Layers write their products in bfloat16, or in float32."""
-    jax.clear_caches()  # how products are written is not part of their keys
-    with contextlib.ExitStack() as stack:
-        for module in (layers, lora):
-            stack.enter_context(mock.patch.object(module, "writes_narrow", lambda: kind == "bfloat16"))
+def rounded_products() -> Iterator[None]:
+    """Products that are written in bfloat16 are added up in float32 before."""
+    product = attention._product
+
+    def rounded(subscripts: str, x: jax.Array, y: jax.Array, narrow: bool = False) -> jax.Array:
+        return product(subscripts, x, y).astype(x.dtype if narrow else jnp.float32)
+
+    with mock.patch.object(attention, "_product", rounded):
         yield
-    jax.clear_caches()
 
 
 class Policy:
@@ -169,18 +172,18 @@ class Policy:
 
 
 def compare(arch: Architecture, params: Any) -> dict[str, float]:
-    """k3 and the gradient's error, by how layers write their products."""
-    found, drawn = {}, {}
-    for kind in ("float32", "bfloat16"):
-        policy = Policy(arch, params, "bfloat16")
-        with jax.set_mesh(policy.mesh), layers_write(kind):
-            batch = policy.sample()
-            difference = (policy.logprobs(batch) - batch.old_logprobs)[batch.mask]
-            found[f"k3, {kind}"], drawn[kind] = k3(difference), (batch, policy.gradient(batch))
+    """k3 and the gradient's error on the responses of a policy in float32, by how layers write their products."""
+    found = {}
     reference = Policy(arch, params, "float32")
     with jax.set_mesh(reference.mesh):
-        for kind, (batch, gradient) in drawn.items():
-            exact = reference.gradient(dataclasses.replace(batch, old_logprobs=reference.logprobs(batch)))
+        batch = reference.sample()
+        exact = reference.gradient(batch)
+    for kind in ("float32", "bfloat16"):
+        policy = Policy(arch, params, "bfloat16")
+        with jax.set_mesh(policy.mesh), layers_write(narrow=kind == "bfloat16"), rounded_products():
+            drawn = policy.sample()
+            found[f"k3, {kind}"] = k3((policy.logprobs(drawn) - drawn.old_logprobs)[drawn.mask])
+            gradient = policy.gradient(dataclasses.replace(batch, old_logprobs=policy.logprobs(batch)))
             found[f"error, {kind}"] = float(np.linalg.norm(gradient - exact) / np.linalg.norm(exact))
     return found
 

@@ -18,6 +18,7 @@ import accelerator_page
 import accelerator_report
 import accelerator_rollouts
 import accelerator_sections
+import accelerator_shares
 import numpy as np
 import pytest
 from waiting import LIMIT_S, wait_until
@@ -25,6 +26,7 @@ from waiting import LIMIT_S, wait_until
 ROOT = Path(__file__).parents[2]
 
 NAMES = [section.name for section in accelerator_report.SECTIONS]
+ONE_SIZE = {name for name in NAMES if "1.5b" not in name} - {"rows_0.5b", "variants"}  # each kind of measurement once
 CHECK = {"check": "sum", "found": 2, "wanted": "2", "passed": True}
 FINDINGS = {"checks": [CHECK], "tables": {"Sums": [{"a": 1, "b": None}]}, "notes": [], "data": {"platform": "cpu"}}
 FAILS = FINDINGS | {"checks": [CHECK | {"passed": False}]}
@@ -93,9 +95,18 @@ def test_a_section_that_hangs_has_failed_or_ends_with_the_time_and_nothing_outli
         assert status(LIMIT_S, small=True) == "failed: no end after 0 s"
 
 
+def test_sections_that_have_passed_in_another_report_are_left_out(stand_ins, tmp_path):
+    stand_ins[1]["tokens"] = "exit 1"
+    assert report(tmp_path / "first", "--sections", "attention,tokens")[0] == 1
+    stand_ins[1].clear()
+    given = "--after", str(tmp_path / "first/report"), "--sections", "attention,tokens,training"
+    code, statuses, _ = report(tmp_path / "second", *given)
+    assert code == 0 and statuses == dict.fromkeys(("environment", "tokens", "training"), "passed")
+
+
 @pytest.mark.parametrize(
     "options",
-    ["--minute 3", "--minutes 0", "--minutes x", "--sections speed"]
+    ["--minute 3", "--minutes 0", "--minutes x", "--sections speed", "--after full", "--after nowhere"]
     + ["--output full", "--output file", "--output file/below"],
 )
 def test_wrong_options_are_one_line(options, tmp_path, monkeypatch, capsys):
@@ -141,6 +152,23 @@ def test_limits_of_the_benchmarks(monkeypatch):
     assert accelerator_rollouts.reading_seconds(arch, args, 3, 1) == pytest.approx(expected)
 
 
+def test_the_time_of_a_device_is_divided_among_its_kernels():
+    """A loop encloses a product and half of its time is its own; another queue copies meanwhile; nothing runs at 8."""
+    kernel = accelerator_shares.Kernel
+    queue = [kernel("while.3", 0, 4e6), kernel("gemm_fusion_dot_1 ", 1e6, 3e6), kernel("paged_attention", 4e6, 7e6)]
+    copies = [kernel("MemcpyD2D", 2e6, 3e6), kernel("nvjet_tst", 9e6, 10e6)]
+    rows = {
+        row["of"]: (row["kernels"], row["ms"], row["share of the time"])
+        for row in accelerator_shares.shares([queue, copies])
+    }
+    assert rows == {
+        "attention": (1, 3.0, 0.3),
+        "products": (2, 3.0, 0.3),
+        "elementwise, sums, copies": (2, 3.0, 0.3),
+        accelerator_shares.BETWEEN: (None, 2.0, 0.2),
+    }
+
+
 @pytest.mark.parametrize("limit, rollout, update", [(None, 256, 2), (72, 256, 8), (14, 256, 4), (2, 0, 0)])
 def test_sizes_follow_the_memory(limit, rollout, update, monkeypatch):
     for module in (accelerator_benchmarks, accelerator_rollouts):
@@ -158,7 +186,7 @@ def test_k3_is_exact_for_small_differences():
 @pytest.mark.slow
 @pytest.mark.long("one size")
 @pytest.mark.parametrize(
-    "names", [[name for name in NAMES if "1.5b" not in name], NAMES], ids=["one size", "all sections"]
+    "names", [[name for name in NAMES if name in ONE_SIZE], NAMES], ids=["one size", "all sections"]
 )
 def test_the_report_on_a_cpu(names, tmp_path):
     """From a folder that is not the checkout. The time limit is for a report that hangs."""
@@ -177,8 +205,13 @@ def test_the_report_on_a_cpu(names, tmp_path):
     measured = {section["name"]: section["tables"] for section in report["sections"]}
     assert [row["step"] for row in measured["training"]["Steps"]] == list(range(1, 9))
     assert measured["update_0.5b"]["Update"][0]["tokens/s"] > 0
+    for part in ("update", "rollout"):
+        rows = measured[f"{part}_0.5b"][f"Where the time of the {part} goes, by a profile"]
+        assert all(row["ms"] > 0 for row in rows if row["of"] != "attention")  # a CPU's is several products
     assert all(measured[name]["Rollout"] for name in names if name.startswith("rollout_"))
     slots = [(row["slots"], row["lengths"]) for row in measured["long_tail"]["Slots"]]
     assert slots == list(itertools.product((16, 8), ("equal", "long tail")))
+    for row in measured.get("variants", {"Variants": []})["Variants"]:
+        assert row["tokens/s"] > 0
     peaks = [row["measured peak"] for row in measured["memory"]["GiB of a device"]]
     assert peaks == [None] * sum(name.startswith("update") for name in names)
