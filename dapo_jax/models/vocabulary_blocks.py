@@ -4,9 +4,11 @@ The sampler draws a block first and then a token in it. With a dimension for eac
 the logits is needed on a TPU, and none of them leaves its device along "tensor" if each holds whole blocks.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import capped, matmul
@@ -17,13 +19,12 @@ BLOCK = 128  # tokens
 TABLES = "embedding", "head"
 
 
-@struct.dataclass
-class BlockSums:
-    """Logits, and what a draw of any token needs to know of each block; float32."""
+class BlockSums(NamedTuple):
+    """What a draw of any token needs to know of logits [B, n, BLOCK], which need not be in memory; float32."""
 
-    logits: jax.Array  # [B, n, BLOCK]
     highest: jax.Array  # [B, n]
     totals: jax.Array  # [B, n] sum of exp(logit - highest of the block)
+    logits_in: Callable[[jax.Array], jax.Array]  # a block of each row [B] -> its logits [B, BLOCK]
 
 
 def with_whole_blocks(params: Params, shards: int) -> Params:

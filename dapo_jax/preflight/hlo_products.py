@@ -14,7 +14,7 @@ TREE = re.compile(r"tree_attention_(fwd|dq|dkv)")
 CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
 PAGED = re.compile(r"paged_attention(|_of_runs|_and_runs)/pallas_call")
-BLOCK_SUMS, STATES = "block_sums/pallas_call", "update_states/pallas_call"
+BLOCK_SUMS, CHOSEN, STATES = "block_sums/pallas_call", "chosen_block/pallas_call", "update_states/pallas_call"
 GROUPED = re.compile(r"grouped_(outer_)?products\b")
 FLOATS = ("bf16", "f16", "f32")
 
@@ -61,6 +61,8 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pa
     if BLOCK_SUMS in instruction.attributes:
         table, hidden = (shape for shape in operands if len(shape.sizes) == 2)
         return 2.0 * math.prod(table.sizes) * hidden.sizes[0]
+    if CHOSEN in instruction.attributes:
+        return 2.0 * math.prod(instruction.shapes[0].sizes) * operands[0].sizes[1]
     if "triton" in instruction.target and GROUPED.search(instruction.attributes):
         rows, inner = operands[0].sizes
         return 2.0 * rows * inner * instruction.shapes[0].sizes[-1]
@@ -78,13 +80,17 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pa
 
 
 def unread_bytes(instruction: Instruction, operands: Sequence[Shape], pairs: Pairs) -> float:
-    """Bytes that a kernel does not move of the pages and the tail, or of the places of states; 0 of other instructions.
+    """Bytes that a kernel does not move of pages and tail, states, or the head's table; 0 of other instructions.
 
-    Of a tail of C tokens, a GPU's kernel reads those up to the newest: from 1 to C.
+    Less than 0 of a table of which rows read blocks, if these are more than all. Of a tail of C tokens, a GPU's kernel
+    reads those up to the newest: from 1 to C.
     """
     if STATES in instruction.attributes:
         places, pool = operands[0], next(shape for shape in operands if len(shape.sizes) == 4)
         return 2 * pool.bytes * max(1 - places.sizes[0] / pool.sizes[0], 0.0)
+    if CHOSEN in instruction.attributes:
+        table = operands[0]
+        return table.bytes * (1 - math.prod(instruction.shapes[0].sizes) / table.sizes[0])
     if not isinstance(pairs, PagedKeys) or not (paged := PAGED.search(instruction.attributes)):
         return 0.0
     query, pages, _ = _query_and_pages(instruction, operands)

@@ -131,15 +131,16 @@ def sample(
 
 
 def sample_of_blocks(sums: BlockSums, keys: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`sample` where every token may be drawn, from logits that are divided by the temperature: reads a block a row."""
+    """`sample` where every token may be drawn, from logits that are divided by the temperature: a block of each row."""
     highest = jnp.max(sums.highest, axis=1, keepdims=True)
     totals = sums.totals * jnp.exp(sums.highest - highest)
-
-    def weights_in(block: jax.Array) -> jax.Array:
-        return jnp.exp(jnp.take_along_axis(sums.logits, block[:, None, None], axis=1)[:, 0] - highest)
-
-    tokens = inverse_cdf(totals, weights_in, _uniform(keys, position))
-    return tokens, _chosen(sums.logits, tokens) - highest[:, 0] - jnp.log(jnp.sum(totals, axis=-1))
+    mass = jnp.sum(totals, axis=-1)
+    target = _uniform(keys, position) * mass  # as `inverse_cdf`, but the logits of the block are computed once
+    block, before = _first_above(totals, target)
+    logits = sums.logits_in(block)
+    place, _ = _first_above(jnp.exp(logits - highest), target - before)
+    chosen = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
+    return (block * BLOCK + place).astype(jnp.int32), chosen - highest[:, 0] - jnp.log(mass)
 
 
 def _uniform(keys: jax.Array, position: jax.Array) -> jax.Array:

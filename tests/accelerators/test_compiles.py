@@ -140,16 +140,16 @@ def test_bytes_and_products_of_an_update(size, bytes_, flops, compiled):
 @pytest.mark.parametrize(
     ("topology", "size", "rows", "needed", "most", "kernels"),
     [
-        ("h100:1", "0.5b", 3072, 13.07e9, 2.0, 12),
+        ("h100:1", "0.5b", 3072, 13.07e9, 1.75, 12),
         ("h100:1", "1.5b", 1536, 17.18e9, 1.6, 12),
-        ("h100:1", "0.5b", 256, 1.99e9, 2.0, 13),
+        ("h100:1", "0.5b", 256, 1.99e9, 1.95, 13),
         ("v5e:1x1", "0.5b", 768, 3.86e9, 1.4, None),
     ],
 )
 def test_bytes_and_kernels_of_a_decoded_token(topology, size, rows, needed, most, kernels, compiled):
     """The mean token of responses of 512 tokens to prompts of 512, 8 of each, on one device, by JAX 0.10.2.
 
-    Needed are the weights, the keys and values of each row, and those of each prompt once.
+    Needed are the weights, the keys and values of each row, and those of each prompt once. No logits are in memory.
     """
     alone = dict.fromkeys(("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.train_tensor"), 1)
     lengths = {
@@ -165,7 +165,7 @@ def test_bytes_and_kernels_of_a_decoded_token(topology, size, rows, needed, most
     costs = program_costs(program.text, [0], pairs=PagedKeys(own, prompts, prompts / 8))
     layers = {"0.5b": 24, "1.5b": 28}[size]
     assert costs.bytes <= 32 * most * needed and not costs.unknown
-    assert kernels is None or costs.launches <= 32 * (kernels * layers + 28)
+    assert kernels is None or costs.launches <= 32 * (kernels * layers + 28) and f"[{rows},1187,128]" not in program.text
 
 
 @pytest.mark.parametrize(("topology", "gathers"), [(H100, 7), (V5E, 6)])

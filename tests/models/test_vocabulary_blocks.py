@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -48,17 +47,24 @@ def test_logits_in_blocks_are_the_logits(vocab_size, cap, shards, tied):
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("rows", [37, 140])  # less than a tile, and more than one
 @pytest.mark.parametrize(("vocab_size", "cap"), [(100, None), (300, None), (300, 2.0)])
-def test_the_kernel_writes_logits_and_what_a_draw_needs_of_each_block(vocab_size, cap, rows, shards, tied):
+def test_the_kernels_find_what_a_draw_needs_of_each_block_and_the_logits_of_one(vocab_size, cap, rows, shards, tied):
     params = with_whole_blocks(tables(vocab_size, tied=tied, size=128), shards)
     hidden = np.float32(np.random.default_rng(0).integers(-9, 10, (2 * rows, 128)) / 64)
     arch = dataclasses.replace(ARCH, vocab_size=vocab_size, logit_cap=cap)
     expected = np.asarray(jit_block_logits(params, hidden, arch)) / np.float32(0.7)
+    chosen = np.int32(np.random.default_rng(1).integers(0, expected.shape[1], 2 * rows))
+
+    @jax.jit
+    def find(params, hidden, temperature, chosen):
+        sums = block_sums(params, hidden, temperature, arch, interpret=True)
+        return sums.highest, sums.totals, sums.logits_in(chosen)
+
     with jax.set_mesh(mesh_of((1, 2, shards))):
-        found = jax.jit(functools.partial(block_sums, arch=arch, interpret=True))(params, hidden, np.float32(0.7))
-    np.testing.assert_allclose(found.logits, expected, rtol=1e-6)
+        found = find(params, hidden, np.float32(0.7), chosen)
     highest = np.maximum(expected.max(axis=-1), MASKED)
-    np.testing.assert_allclose(found.highest, highest, rtol=1e-6)
-    np.testing.assert_allclose(found.totals, np.exp(expected - highest[..., None]).sum(axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(found[0], highest, rtol=1e-6)
+    np.testing.assert_allclose(found[1], np.exp(expected - highest[..., None]).sum(axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(found[2], expected[np.arange(2 * rows), chosen], rtol=1e-6)
 
 
 def test_only_tables_of_tokens_get_rows_and_these_are_zero():

@@ -233,6 +233,9 @@ def test_logits_in_blocks_count_their_product():
     ):
         text = text.replace("  ROOT", f"  %{name} = {shape} parameter(0)\n  ROOT")
     assert program_costs(text.replace("QUERY", "24,2,128"), HOST).flops == 2 * 256 * 64 * 24
+    costs = program_costs(text.replace("QUERY", "24,128").replace("block_sums", "chosen_block"), HOST)
+    assert costs.flops == 2 * 24 * 128 * 64  # the table's block is read for each row
+    assert costs.bytes == 24 * 128 * (64 * 2 + 4) + 2 * 4 + 24 * 64 * 2 + 4
 
 
 @pytest.mark.parametrize("target", [TRITON, MOSAIC])

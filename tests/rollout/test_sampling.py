@@ -115,9 +115,11 @@ def test_draws_from_the_sums_of_blocks_are_those_of_the_plain_formula():
     logits = np.random.default_rng(0).normal(size=(rows, vocabulary)).astype(np.float32) * 3
     blocks = np.pad(blocks_of(logits, -np.inf) / scaled.temperature, ((0, 0), (0, 1), (0, 0)), constant_values=-np.inf)
     highest = np.maximum(blocks.max(axis=-1), MASKED)
-    sums = BlockSums(blocks, highest, np.exp(blocks - highest[..., None]).sum(axis=-1))
+    totals = np.exp(blocks - highest[..., None]).sum(axis=-1)
+    sums = BlockSums(highest, totals, lambda block: jnp.asarray(blocks)[np.arange(rows), block])
+    draw = jax.jit(functools.partial(sampling_module.sample_of_blocks, sums))
     for position in range(20):
-        tokens, logprobs = jax.jit(sampling_module.sample_of_blocks)(sums, keys_of(rows), np.int32(position))
+        tokens, logprobs = draw(keys_of(rows), np.int32(position))
         expected, expected_logprobs = draw_plainly(logits, keys_of(rows), position, scaled, ())
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
