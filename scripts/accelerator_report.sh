@@ -7,7 +7,7 @@
 #   --minutes N       most that all sections take together (default: 9)
 #   --sections A,B    only these of attention, tokens, training, rollout_0.5b, update_0.5b, rollout_1.5b, update_1.5b,
 #                     memory, which needs the updates, rows_0.5b, rows_1.5b, long_tail and variants
-#   --after DIR       without the sections that have passed in the report of this folder
+#   --after DIR       take over the sections that passed in the report of this folder, on such devices
 #   --small           tiny sizes, as on a machine without an accelerator
 #
 # Uses the first interpreter that can import dapo_jax and what it needs ($PYTHON, the active one, .venv); if there

@@ -32,7 +32,7 @@ SCORES = PartitionSpec(BATCH_AXES, "tensor")
 def block_sums(
     params: Params, hidden: jax.Array, temperature: jax.Array, arch: Architecture, *, interpret: bool = False
 ) -> BlockSums:
-    """Of the `block_logits` of hidden states [B, D], divided by the temperature.
+    """What a draw needs of the `block_logits` of hidden states [B, D], divided by the temperature.
 
     Args:
         params: decoding weights, whose tables have whole blocks on each device, see `with_whole_blocks`.
@@ -107,7 +107,7 @@ def _kernel_of_sums(*refs, high, **of_head):
 def _kernel_of_logits(*refs, **of_head):
     """The block that one row has drawn; zeros if another device has it."""
     *refs, chosen_ref, logits_ref = refs
-    row, blocks = pl.program_id(0), refs[1].shape[0]
+    row, blocks = pl.program_id(0), len(refs[1])  # with a first token each
     block, is_first = chosen_ref[row], jnp.arange(LEAST_ROWS) == 0
     here = (block >= 0) & (block < blocks)
     logits = _tile(refs, jnp.clip(block, 0, blocks - 1), pl.ds(row, LEAST_ROWS), is_first & here, **of_head)

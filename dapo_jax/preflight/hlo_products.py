@@ -82,8 +82,8 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: Pa
 def unread_bytes(instruction: Instruction, operands: Sequence[Shape], pairs: Pairs) -> float:
     """Bytes that a kernel does not move of pages and tail, states, or the head's table; 0 of other instructions.
 
-    Less than 0 of a table of which rows read blocks, if these are more than all. Of a tail of C tokens, a GPU's kernel
-    reads those up to the newest: from 1 to C.
+    Negative if rows read more blocks than the table has. Of a tail of C tokens, a GPU's kernel reads those up to the
+    newest: from 1 to C.
     """
     if STATES in instruction.attributes:
         places, pool = operands[0], next(shape for shape in operands if len(shape.sizes) == 4)

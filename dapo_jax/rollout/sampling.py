@@ -138,7 +138,8 @@ def sample_of_blocks(sums: BlockSums, keys: jax.Array, position: jax.Array) -> t
     target = _uniform(keys, position) * mass  # as `inverse_cdf`, but the logits of the block are computed once
     block, before = _first_above(totals, target)
     logits = sums.logits_in(block)
-    place, _ = _first_above(jnp.exp(logits - highest), target - before)
+    own = jnp.max(logits, axis=1)  # the weights of a block far below the highest are 0
+    place, _ = _first_above(jnp.exp(logits - own[:, None]), (target - before) * jnp.exp(highest[:, 0] - own))
     chosen = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
     return (block * BLOCK + place).astype(jnp.int32), chosen - highest[:, 0] - jnp.log(mass)
 

@@ -58,7 +58,7 @@ SECTIONS = (  # the most important first
     Section("rows_0.5b", "Rollout of as many rows as a step has, 0.5B", 40, 240),
     Section("rows_1.5b", "Rollout of as many rows as a step has, 1.5B", 40, 240),
     Section("long_tail", "Slots on equal lengths and on a long tail, 0.5B", 90, 300),
-    Section("variants", "Sampling and update with single choices undone, 0.5B", 90, 360),
+    Section("variants", "Sampling and update with choices undone, 0.5B", 90, 360),
 )
 
 
@@ -80,29 +80,34 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/accelerator_report"), help="new or empty folder")
     parser.add_argument("--minutes", type=float, default=9.0, help="most that all sections take together")
     parser.add_argument("--sections", help="only these, and environment: names with commas between")
-    parser.add_argument("--after", type=Path, metavar="DIR", help="without the sections that passed in this report")
+    parser.add_argument("--after", type=Path, metavar="DIR", help="take over what passed in this report")
     parser.add_argument("--small", action="store_true", help="tiny sizes, as on a machine without an accelerator")
     args = parser.parse_args(arguments)
     names = [section.name for section in SECTIONS]
     args.sections = names if args.sections is None else args.sections.split(",")
     try:
-        passed = set() if args.after is None else passed_in(args.after)
-    except (OSError, ValueError) as error:
-        parser.error(f"--after={args.after} holds no report.json that can be read ({error}): give the folder of one")
+        args.earlier = {} if args.after is None else passed_in(args.after)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--after={args.after} holds no report.json that can be read ({error!r}): give the folder of one")
     if unknown := sorted(set(args.sections) - set(names)):
         parser.error(f"--sections: {', '.join(map(repr, unknown))} unknown: choose from {', '.join(names)}")
     if not 0 < args.minutes < 1e6:  # nan too
         parser.error(f"--minutes={args.minutes:g} must be more than 0")
     if problem := prepare(args.output):
         parser.error(f"--output={args.output} {problem}: choose a new or empty folder")
-    args.sections = [name for name in args.sections if name not in passed]
     return args
 
 
-def passed_in(folder: Path) -> set[str]:
-    """The names of the sections that have passed in an earlier report."""
-    sections = json.loads((folder / "report.json").read_text(encoding="utf-8"))["sections"]
-    return {section["name"] for section in sections if section["status"] == PASSED}
+def passed_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """The sections that have passed in an earlier report, by name; they have its environment and sizes."""
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    found = {section["name"]: section for section in report["sections"] if section["status"] == PASSED}
+    return {name: section | {"made": (report["small"], devices_of(found))} for name, section in found.items()}
+
+
+def devices_of(sections: dict[str, dict[str, Any]]) -> Any:
+    """What JAX found in the environment of these sections."""
+    return sections["environment"]["data"].get("devices")
 
 
 def prepare(folder: Path) -> str:
@@ -220,7 +225,11 @@ def make_report(args: argparse.Namespace, command: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=f"{NAME}_") as folder:
         for section in chosen:
             print(f"{section.title} ... ", end="", flush=True)
-            result = run_section(section, Path(folder), small=report["small"], deadline=deadline)
+            earlier, result = args.earlier.get(section.name), None
+            if earlier is not None and report["sections"]:  # the environment is always looked at
+                result = taken_over(earlier, report, Path(folder))
+            if result is None:
+                result = run_section(section, Path(folder), small=report["small"], deadline=deadline)
             print(f"{result['status']} ({result['seconds']:.0f} s)", flush=True)
             if section.name == "environment":  # without an accelerator, or with none that starts
                 report["small"] |= result["data"].get("platform", "cpu") == "cpu"
@@ -229,6 +238,16 @@ def make_report(args: argparse.Namespace, command: str) -> dict[str, Any]:
             report["seconds"] = round(time.monotonic() - start, 1)
             write(report, args.output)
     return report
+
+
+def taken_over(earlier: dict[str, Any], report: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """A section of an earlier report, whose data later sections find; None if it is of other devices or sizes."""
+    here = devices_of({section["name"]: section for section in report["sections"]})
+    result = dict(earlier)
+    if result.pop("made") != (report["small"], here):
+        return None
+    (folder / f"{earlier['name']}.json").write_text(json.dumps({"data": earlier["data"]}), encoding="utf-8")
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections import defaultdict
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from accelerator_findings import Findings
 
 CLASSES = {  # the first whose pattern a kernel's name has, or that of XLA's instruction
     "attention": "attention|splash|flash|fmha",
-    "products": "dot|gemm|convolution|cutlass|cublas|nvjet|ynn|grouped_|block_sums",
+    "products": "dot|gemm|convolution|cutlass|cublas|nvjet|ynn|grouped_|block_sums|chosen_block",
     "elementwise, sums, copies": "",
 }
 BETWEEN = "between kernels"
@@ -35,11 +35,14 @@ def show_shares(findings: Findings, call: Callable[[], Any], part: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
+            start = time.perf_counter()
             call()
+            seconds = time.perf_counter() - start
         lines = list(device_lines(Path(folder)))
     if not any(lines):
         findings.note(f"JAX's profiler has seen no kernel: where the time of the {part} goes is not known.")
         return
+    findings.note(f"The {part} that was profiled took {seconds:.3g} s.")
     for row in shares(lines):
         findings.row(f"Where the time of the {part} goes, by a profile", **row)
 
@@ -48,9 +51,9 @@ def device_lines(folder: Path) -> Iterator[list[Kernel]]:
     """The kernels of the first device in a profile, those of each of its queues; of a CPU, those of each thread."""
     import jax
 
-    (path,) = folder.rglob("*.xplane.pb")
-    planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-    of_device = [plane for plane in planes if re.match(r"/device:(GPU|TPU):0\b", plane.name)]
+    paths = list(folder.rglob("*.xplane.pb"))
+    planes = [plane for path in paths for plane in jax.profiler.ProfileData.from_file(str(path)).planes]
+    of_device = [plane for plane in planes if re.fullmatch(r"/device:(GPU|TPU):0", plane.name)]
     for plane in of_device or [plane for plane in planes if plane.name == "/host:CPU"]:
         for line in plane.lines:
             if not of_device or line.name.startswith(("Stream", "XLA Ops")):  # other lines sum these up
@@ -75,18 +78,18 @@ def shares(lines: Iterable[list[Kernel]]) -> list[dict[str, Any]]:
     times, counts = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0)
     outermost: list[Kernel] = []
     for line in lines:
-        own: dict[Kernel, float] = defaultdict(float)
-        open_: list[Kernel] = []
-        for kernel in sorted(line, key=lambda kernel: (kernel.start, -kernel.end)):
-            while open_ and open_[-1].end <= kernel.start:
-                open_.pop()
-            if open_:
-                own[open_[-1]] -= kernel.end - kernel.start
+        ordered = sorted(line, key=lambda kernel: (kernel.start, -kernel.end))
+        own = [kernel.end - kernel.start for kernel in ordered]
+        around: list[int] = []  # places of kernels that have not ended
+        for place, kernel in enumerate(ordered):
+            while around and ordered[around[-1]].end <= kernel.start:
+                around.pop()
+            if around:
+                own[around[-1]] -= kernel.end - kernel.start
             else:
                 outermost.append(kernel)
-            own[kernel] += kernel.end - kernel.start
-            open_.append(kernel)
-        for kernel, seconds in own.items():
+            around.append(place)
+        for kernel, seconds in zip(ordered, own, strict=True):
             kind = next(kind for kind, pattern in CLASSES.items() if re.search(pattern, kernel.name.lower()))
             times[kind] += seconds
             counts[kind] += 1

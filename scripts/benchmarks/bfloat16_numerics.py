@@ -3,11 +3,12 @@
     python scripts/benchmarks/bfloat16_numerics.py [--model DIR] [--families llama,qwen2] [--deviation 0.02]
 
 A policy samples in bfloat16; k3 compares its log-probabilities with those of the training pass. The gradient of DAPO's
-loss over these responses is that of an update: matrices cast once, attention's results kept. Its error is the norm of
-the difference to the gradient in float32, over the norm of that. Two ways to write the products of a layer: float32,
-as on CPUs and TPUs, and bfloat16, as on GPUs. XLA keeps every rounding (--xla_allow_excess_precision=false), which a
-CPU otherwise drops in one program and keeps in another, and adds up in float32, as a GPU does: a CPU's small products
-that are written in bfloat16 add up in it. Not emulated: the GPU's kernels, whose sums have other orders.
+loss over responses of a policy in float32 is that of an update: matrices cast once, attention's results kept. Its error
+is the norm of the difference to the gradient in float32, over the norm of that. Two ways to write the products of a
+layer: float32, as on CPUs and TPUs, and bfloat16, as on GPUs. XLA keeps every rounding
+(--xla_allow_excess_precision=false), which a CPU otherwise drops in one program and keeps in another, and adds up in
+float32, as a GPU does: a CPU's small products that are written in bfloat16 add up in it. Not emulated: the GPU's
+kernels, whose sums have other orders.
 
 Families have small random models with layers of each kind. --model adds the first eight layers of a Llama on the disk.
 """
@@ -172,7 +173,7 @@ class Policy:
 
 
 def compare(arch: Architecture, params: Any) -> dict[str, float]:
-    """k3 and the gradient's error on the responses of a policy in float32, by how layers write their products."""
+    """k3 on each policy's own responses and the gradient's error on those in float32, by how layers write products."""
     found = {}
     reference = Policy(arch, params, "float32")
     with jax.set_mesh(reference.mesh):

@@ -165,7 +165,9 @@ def test_bytes_and_kernels_of_a_decoded_token(topology, size, rows, needed, most
     costs = program_costs(program.text, [0], pairs=PagedKeys(own, prompts, prompts / 8))
     layers = {"0.5b": 24, "1.5b": 28}[size]
     assert costs.bytes <= 32 * most * needed and not costs.unknown
-    assert kernels is None or costs.launches <= 32 * (kernels * layers + 28) and f"[{rows},1187,128]" not in program.text
+    if kernels is not None:
+        assert costs.launches <= 32 * (kernels * layers + 28)
+        assert f"[{rows},1187,128]" not in program.text
 
 
 @pytest.mark.parametrize(("topology", "gathers"), [(H100, 7), (V5E, 6)])

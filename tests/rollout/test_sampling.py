@@ -125,6 +125,15 @@ def test_draws_from_the_sums_of_blocks_are_those_of_the_plain_formula():
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
 
 
+def test_a_block_far_below_the_highest_logit_has_tokens_too(monkeypatch):
+    """Where rounding draws such a block, the weights of its logits, by the highest of all, are 0."""
+    logits = np.pad(np.full((2, 3), -110.0, np.float32), ((0, 0), (0, BLOCK - 3)), constant_values=-np.inf)
+    sums = BlockSums(jnp.array([[0.0, -87.3]] * 2), jnp.array([[128.0, 3.0]] * 2), lambda _: jnp.array(logits))
+    monkeypatch.setattr(sampling_module, "_uniform", lambda keys, position: jnp.ones(2))
+    tokens, logprobs = sampling_module.sample_of_blocks(sums, keys_of(2), jnp.int32(0))
+    assert set(tokens.tolist()) <= {128, 129, 130} and np.isfinite(logprobs).all()
+
+
 @pytest.mark.short("129")
 @pytest.mark.long("1000", "5")
 @pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 1000])

@@ -40,7 +40,7 @@ def stand_ins(monkeypatch):
 
     def command(name, folder, *, small):
         findings = json.dumps(found.get(name, FINDINGS))
-        return ["bash", "-c", f"echo '{findings}' >{folder / name}.json; {then.get(name, '')}"]
+        return ["bash", "-c", f"echo '{findings}' >{folder / name}.json; {then.get(name, '').format(folder=folder)}"]
 
     monkeypatch.setattr(accelerator_report, "section_command", command)
     return found, then
@@ -95,13 +95,20 @@ def test_a_section_that_hangs_has_failed_or_ends_with_the_time_and_nothing_outli
         assert status(LIMIT_S, small=True) == "failed: no end after 0 s"
 
 
-def test_sections_that_have_passed_in_another_report_are_left_out(stand_ins, tmp_path):
-    stand_ins[1]["tokens"] = "exit 1"
-    assert report(tmp_path / "first", "--sections", "attention,tokens")[0] == 1
-    stand_ins[1].clear()
-    given = "--after", str(tmp_path / "first/report"), "--sections", "attention,tokens,training"
-    code, statuses, _ = report(tmp_path / "second", *given)
-    assert code == 0 and statuses == dict.fromkeys(("environment", "tokens", "training"), "passed")
+def test_sections_that_have_passed_in_another_report_are_taken_over(stand_ins, tmp_path):
+    """With the data that later sections read; not from a report of other sizes or devices."""
+    found, then = stand_ins
+    found["update_0.5b"] = FINDINGS | {"data": {"update": "measured"}}
+    then["tokens"] = "exit 1"
+    assert report(tmp_path / "1", "--sections", "attention,tokens,update_0.5b")[0] == 1
+    then |= {"tokens": "", "attention": "exit 1", "memory": f"cp {{folder}}/update_0.5b.json {tmp_path}/read"}
+    given = "--sections", "attention,tokens,update_0.5b,memory", "--after"
+    code, statuses, page = report(tmp_path / "2", *given, str(tmp_path / "1/report"))
+    assert code == 0 and set(statuses.values()) == {"passed"} and "Attention kernels" in page
+    assert json.loads((tmp_path / "read").read_text())["data"] == {"update": "measured"}
+    assert report(tmp_path / "3", *given, str(tmp_path / "2/report"))[0] == 0
+    found["environment"] = FINDINGS | {"data": {"platform": "cpu", "devices": "others"}}
+    assert report(tmp_path / "4", *given, str(tmp_path / "2/report"))[1]["attention"] == "failed: exit code 1"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +163,7 @@ def test_the_time_of_a_device_is_divided_among_its_kernels():
     """A loop encloses a product and half of its time is its own; another queue copies meanwhile; nothing runs at 8."""
     kernel = accelerator_shares.Kernel
     queue = [kernel("while.3", 0, 4e6), kernel("gemm_fusion_dot_1 ", 1e6, 3e6), kernel("paged_attention", 4e6, 7e6)]
-    copies = [kernel("MemcpyD2D", 2e6, 3e6), kernel("nvjet_tst", 9e6, 10e6)]
+    copies = [kernel("MemcpyD2D", 2e6, 3e6), kernel("chosen_block", 9e6, 10e6)]
     rows = {
         row["of"]: (row["kernels"], row["ms"], row["share of the time"])
         for row in accelerator_shares.shares([queue, copies])
