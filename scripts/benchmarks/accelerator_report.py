@@ -102,7 +102,9 @@ def passed_in(folder: Path) -> dict[str, dict[str, Any]]:
     """The sections that have passed in an earlier report, by name; they have its environment and sizes."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     found = {section["name"]: section for section in report["sections"] if section["status"] == PASSED}
-    return {name: section | {"made": (report["small"], devices_of(found))} for name, section in found.items()}
+    made = report["small"], devices_of(found) if found else None
+    note = f"Taken over from {folder}, begun {report['started']}."
+    return {name: section | {"made": made, "notes": [note, *section["notes"]]} for name, section in found.items()}
 
 
 def devices_of(sections: dict[str, dict[str, Any]]) -> Any:
