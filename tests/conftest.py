@@ -10,6 +10,7 @@ import pickle
 import resource
 import shutil
 import tempfile
+import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -108,17 +109,30 @@ def of_frozen(actor, frozen):
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _mappings_of_programs_are_returned():
+def return_mappings(most):
     """A compiled program holds three or more, a worker compiles thousands, and XLA aborts at Linux' 65,530."""
-    yield
-    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 20_000:
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > most:
         import jax
 
         gc.unfreeze()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mappings_of_modules_are_returned():
+    yield
+    return_mappings(20_000)
     gc.freeze()  # a million objects of traced programs, which a collection would walk over again and again
+
+
+@pytest.fixture(autouse=True)
+def _mappings_of_slow_tests_are_returned():
+    """A dozen runs of a whole training in one module, with thousands each, reach the limit before it ends."""
+    start = time.perf_counter()
+    yield
+    if time.perf_counter() - start > 5:
+        return_mappings(35_000)
 
 
 @pytest.fixture(scope="session", autouse=True)
