@@ -86,7 +86,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [section.name for section in SECTIONS]
     args.sections = names if args.sections is None else args.sections.split(",")
     try:
-        args.earlier = {} if args.after is None else passed_in(args.after)
+        args.earlier = (None, {}) if args.after is None else passed_in(args.after)
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--after={args.after} holds no report.json that can be read ({error!r}): give the folder of one")
     if unknown := sorted(set(args.sections) - set(names)):
@@ -98,18 +98,13 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def passed_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections that have passed in an earlier report, by name; they have its environment and sizes."""
+def passed_in(folder: Path) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Sizes and devices of an earlier report, and the sections that passed in it, by name, but the environment."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     found = {section["name"]: section for section in report["sections"] if section["status"] == PASSED}
-    made = report["small"], devices_of(found) if found else None
+    made = report["small"], found.pop("environment")["data"].get("devices")
     note = f"Taken over from {folder}, begun {report['started']}."
-    return {name: section | {"made": made, "notes": [note, *section["notes"]]} for name, section in found.items()}
-
-
-def devices_of(sections: dict[str, dict[str, Any]]) -> Any:
-    """What JAX found in the environment of these sections."""
-    return sections["environment"]["data"].get("devices")
+    return made, {name: section | {"notes": [note, *section["notes"]]} for name, section in found.items()}
 
 
 def prepare(folder: Path) -> str:
@@ -224,32 +219,25 @@ def make_report(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "to_come": [section.name for section in chosen],
     }
     write(report, args.output)
+    made, earlier = args.earlier
     with tempfile.TemporaryDirectory(prefix=f"{NAME}_") as folder:
         for section in chosen:
             print(f"{section.title} ... ", end="", flush=True)
-            earlier, result = args.earlier.get(section.name), None
-            if earlier is not None and report["sections"]:  # the environment is always looked at
-                result = taken_over(earlier, report, Path(folder))
+            result = earlier.get(section.name)
             if result is None:
                 result = run_section(section, Path(folder), small=report["small"], deadline=deadline)
+            else:  # later sections read its data
+                Path(folder, f"{section.name}.json").write_text(json.dumps(result), encoding="utf-8")
             print(f"{result['status']} ({result['seconds']:.0f} s)", flush=True)
             if section.name == "environment":  # without an accelerator, or with none that starts
                 report["small"] |= result["data"].get("platform", "cpu") == "cpu"
+                if made != (report["small"], result["data"].get("devices")):  # of other sizes or devices
+                    earlier = {}
             report["sections"].append(result)
             report["to_come"].remove(section.name)
             report["seconds"] = round(time.monotonic() - start, 1)
             write(report, args.output)
     return report
-
-
-def taken_over(earlier: dict[str, Any], report: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """A section of an earlier report, whose data later sections find; None if it is of other devices or sizes."""
-    here = devices_of({section["name"]: section for section in report["sections"]})
-    result = dict(earlier)
-    if result.pop("made") != (report["small"], here):
-        return None
-    (folder / f"{earlier['name']}.json").write_text(json.dumps({"data": earlier["data"]}), encoding="utf-8")
-    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -89,9 +89,9 @@ def shares(lines: Iterable[list[Kernel]]) -> list[dict[str, Any]]:
             else:
                 outermost.append(kernel)
             around.append(place)
-        for kernel, seconds in zip(ordered, own, strict=True):
+        for kernel, spent in zip(ordered, own, strict=True):
             kind = next(kind for kind, pattern in CLASSES.items() if re.search(pattern, kernel.name.lower()))
-            times[kind] += seconds
+            times[kind] += spent
             counts[kind] += 1
     busy, until = 0.0, 0.0
     for kernel in sorted(outermost, key=lambda kernel: kernel.start):

@@ -1,4 +1,4 @@
-"""Host: the section of the accelerator report that undoes single choices of sampling and of the update."""
+"""Host: the section of the accelerator report that undoes choices of sampling and of the update."""
 
 import contextlib
 from collections.abc import Callable, Iterator

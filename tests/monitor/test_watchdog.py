@@ -17,7 +17,7 @@ from dapo_jax.monitor import watchdog
 from dapo_jax.monitor.watchdog import HUNG, Watchdog
 from dapo_jax.run.parts import open_monitor
 
-# Step 3 of a run hangs in its update. Steps before may compile for an hour, which a busy machine takes long for.
+# Step 3 of a run hangs in its update. Steps before may take an hour: they compile, on busy machines.
 HANGS = """
 import time
 from dapo_jax.training import step
