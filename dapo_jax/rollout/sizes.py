@@ -26,7 +26,7 @@ from dapo_jax.rollout.lengths import LengthHistory
 ROW_MULTIPLE = 8  # rows of a device: with fewer, decoding on accelerators is not faster
 CPU_CHUNK, CHUNK = 16, 32  # tokens of a chunk on CPUs and elsewhere, where none is set
 LONG, LONG_CHUNK = 2048, 64  # the same elsewhere, if a response may have LONG tokens ...
-EPISODE_CHUNK = 8  # ... and in episodes, whose turns end often
+EPISODE_CHUNK, FEW_ROWS = 4, 256  # ... and in episodes, whose turns end often: of so many rows of a shard; of more, 8
 LISTED = 2**17  # pages that a call which reads chunks may list: half of the 1 MiB that a TPU has for such numbers
 EPISODES = 16  # of a shard that have slots on a CPU, if there are so many; of more, half
 WIDEST_STEP = 512  # tokens between two stretches
@@ -171,12 +171,15 @@ def _of_pages(
     Without decode_chunk_length a page has 32 tokens, with which few are drawn after the end of a short response, and 64
     for long ones: larger pages are read faster, and the host looks less often. A page is no longer than the longest
     response, rounded up to a power of two. After the end of its turn a row idles to the end of the chunk, so chunks of
-    episodes are shorter. Otherwise layers with a window see whole pages before a chunk, which is then a page.
+    episodes are shorter; with many rows not by as much, as the host's time for a chunk grows with them. Otherwise
+    layers with a window see whole pages before a chunk, which is then a page.
     """
     settings, drawn, arch = sizes.settings, sizes.drawn, sizes.settings.arch
     chosen = settings.chunk_length or (LONG_CHUNK if drawn >= LONG else CHUNK)
     length = min(max(chosen, settings.least_page), max(1 << (drawn - 1).bit_length(), settings.least_page))
-    chunk = settings.chunk_length or (EPISODE_CHUNK if returns else length)
+    at_once = min(sizes.rows, settings.max_num_seqs // sizes.shards or sizes.rows)
+    of_episodes = EPISODE_CHUNK * (1 if at_once <= FEW_ROWS else 2)
+    chunk = settings.chunk_length or (of_episodes if returns else length)
     divided = chunk < length and (returns or arch.window is None)
     chunk = max(1 << chunk.bit_length() - 1, settings.least_chunk) if divided else length
     assert length % chunk == 0, "a page has whole chunks"

@@ -86,7 +86,7 @@ def test_as_many_stretches_as_fit_the_memory():
 def test_pages_are_larger_for_long_responses(longest, chunk):
     settings = settings_of(SEVEN, (1, 1), arch=ARCH, max_response_length=longest, chunk_length=0, least_page=16)
     layout, episodes = (layout_of(settings, [9], free=1, returns=returns) for returns in (False, True))
-    assert layout.page_length == episodes.page_length == layout.chunk == chunk and episodes.chunk == 8
+    assert layout.page_length == episodes.page_length == layout.chunk == chunk and episodes.chunk == 4
 
 
 @pytest.mark.parametrize(("prompts", "changes"), [(8, {}), (80, {}), (800, {}), (512, {"max_num_seqs": 16 * 64})])
