@@ -3,9 +3,9 @@
     python -m dapo_jax.train --config configs/gpt_oss_20b_math.py
 
 Hardware: 16 devices of 80 GB on two hosts (docs/scaling.md), such as 16 x H100. Not run.
-Published: AIME-2024 of 42.1 with low, 80.0 with medium and 92.1 with high reasoning effort, before any such training
-(gpt-oss' model card, arXiv:2508.10925). That is where to start from, not a result of this recipe: DAPO's own numbers
-are of a dense model.
+Published: gpt-oss' model card (arXiv:2508.10925) has AIME scores at low, medium and high reasoning effort, before any
+such training. That is where to start from; a result of this recipe is not published. DAPO's own numbers are of a dense
+model.
 
 Model: openai/gpt-oss-20b of the Hugging Face hub, whose experts in MXFP4 become float32 parameters, trained with
 products in bfloat16. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py. The template asks for medium
