@@ -224,7 +224,7 @@ class Pending:
 
     def tokens(self, row: int) -> list[int]:
         """A row's tokens so far."""
-        return self._responses.tokens[row, self._responses.mask[row]].tolist()
+        return self._responses.tokens[row, : self._responses.lengths[row]].tolist()
 
     def limit(self, row: int) -> int:
         """The most tokens that a row may have."""

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -78,21 +77,21 @@ class Responses:
         self.complete = np.zeros(len(limits), bool)  # ended by an end-of-sequence token or the stop rule
         self.ended = np.zeros(len(limits), bool)  # complete, or at its limit
         self.parked = np.zeros(len(limits), bool)  # waits for tokens of an environment
-        self.given = np.zeros(shape, bool)  # tokens of an environment
+        self.by_policy = np.zeros(shape, bool)  # those of `mask` that no environment wrote
         self.limits, self.settings = limits, settings
         self.stop, self.waits, self.on_finished = stop, waits, on_finished
         self.records: ExpertRecords | None = None  # of the experts of tokens, if they are kept
         if begun is not None:
             self.tokens[:], self.mask[:], self.logprobs[:] = begun.responses, begun.mask, begun.logprobs
-            if begun.by_policy is not None:
-                self.given[:] = begun.mask & ~begun.by_policy
+            self.by_policy[:] = begun.mask & (True if begun.by_policy is None else begun.by_policy)
+        given = self.mask & ~self.by_policy
+        self.is_mixed = bool(given.any())  # an environment has written some token
+        last = shape[1] - np.argmax(given[:, ::-1], axis=1)
+        self.turns = np.where(given.any(axis=1), last, 0)  # [B] where the policy's newest begins
         self.begun: np.ndarray = self.mask.sum(axis=1)  # [B] tokens
+        self.lengths = self.begun.copy()  # [B] tokens so far
         self.turn_length = turn_length or settings.max_response_length
-        self.ends = np.minimum(self._turns() + self.turn_length, limits)  # [B], most tokens with this turn
-
-    def _turns(self, rows: Any = slice(None)) -> np.ndarray:
-        """The first token after an environment's last."""
-        return np.max(self.given[rows] * np.arange(1, self.given.shape[1] + 1), axis=1, initial=0)
+        self.ends = np.minimum(self.turns + self.turn_length, limits)  # [B], most tokens with this turn
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray | int) -> None:
         """Adds a chunk whose first token is number `starts`, [B] or one for all, of what is drawn for `rows` [B]."""
@@ -100,22 +99,24 @@ class Responses:
         rows = rows[alive]
         starts = self.begun[rows] + np.broadcast_to(starts, alive.shape)[alive]
         places = starts[:, None] + np.arange(chunk.tokens.shape[1])
-        known = self.mask[rows].sum(axis=1)  # a row that was given up, or has waited, is read again
+        known = self.lengths[rows]  # a row that was given up, or has waited, is read again
         within = (places >= known[:, None]) & (places < self.ends[rows, None])
         taken = chunk.mask[alive] & within
         row, place = np.broadcast_to(rows[:, None], places.shape)[within], places[within]
-        self.mask[row, place] = taken[within]
+        self.mask[row, place] = self.by_policy[row, place] = taken[within]
         self.tokens[row, place] = np.where(taken, chunk.tokens[alive], pad_id)[within]
         self.logprobs[row, place] = np.where(taken, chunk.logprobs[alive], 0.0)[within]
+        self.lengths[rows] += taken.sum(axis=1)
         self.complete[rows] = np.any(np.isin(chunk.tokens[alive], self.settings.eos_ids) & taken, axis=1)
         if self.stop is not None:
-            for at, start, turn in zip(rows.tolist(), known.tolist(), self._turns(rows).tolist(), strict=True):
-                kept = self.stop(self.tokens[at, self.mask[at]].tolist()[turn:], start - turn)
+            for at, start, turn in zip(rows.tolist(), known.tolist(), self.turns[rows].tolist(), strict=True):
+                kept = self.stop(self.tokens[at, turn : self.lengths[at]].tolist(), start - turn)
                 if kept is not None:
                     kept += turn
-                    self.mask[at, kept:], self.tokens[at, kept:], self.logprobs[at, kept:] = False, pad_id, 0.0
-                    self.complete[at] = True
-        self.ended[rows] = self.complete[rows] | (self.mask[rows].sum(axis=1) >= self.ends[rows])
+                    self.mask[at, kept:] = self.by_policy[at, kept:] = False
+                    self.tokens[at, kept:], self.logprobs[at, kept:] = pad_id, 0.0
+                    self.lengths[at], self.complete[at] = kept, True
+        self.ended[rows] = self.complete[rows] | (self.lengths[rows] >= self.ends[rows])
         if self.waits is not None:
             self._park(rows, self.waits)
         if self.records is not None and chunk.experts is not None:  # those of a prompt come in a call of their own
@@ -124,16 +125,15 @@ class Responses:
 
     def _park(self, rows: np.ndarray, waits: Waits) -> None:
         """Rows that the policy has ended wait, if they have room and are to."""
-        lengths = self.mask.sum(axis=1)
-        for row in rows[self.complete[rows] & (lengths[rows] < self.settings.max_response_length)].tolist():
-            if waits(row, self.tokens[row, : lengths[row]].tolist()):
+        for row in rows[self.complete[rows] & (self.lengths[rows] < self.settings.max_response_length)].tolist():
+            if waits(row, self.tokens[row, : self.lengths[row]].tolist()):
                 self.parked[row], self.complete[row], self.ended[row] = True, False, False
 
     def _finish(self, rows: np.ndarray) -> None:
         """Hands on rows that have ended."""
         if self.records is not None:
             for row in rows.tolist():
-                own = np.flatnonzero(self.mask[row] & ~self.given[row])
+                own = np.flatnonzero(self.by_policy[row])
                 self.records.end(row, int(own.max(initial=-1)) + 1)  # what the environment said last is not fed yet
         if self.on_finished is not None and rows.size:
             self.on_finished(rows, self.rollout())
@@ -144,14 +144,15 @@ class Responses:
         Args:
             limit: tokens until which there is room; None = its own.
         """
-        known, limit = int(self.mask[row].sum()), int(self.limits[row]) if limit is None else limit
+        known, limit = int(self.lengths[row]), int(self.limits[row]) if limit is None else limit
         if not self.parked[row] or not 0 < len(tokens) < limit - known:
             raise InputError(
                 f"{len(tokens)} tokens for row {row} must be at least one and fewer than {limit - known}, and it must "
                 "wait for them"
             )
         new = slice(known, known + len(tokens))
-        self.tokens[row, new], self.mask[row, new], self.given[row, new] = tokens, True, True
+        self.tokens[row, new], self.mask[row, new], self.is_mixed = tokens, True, True
+        self.lengths[row] = self.turns[row] = new.stop
         self.parked[row], self.ends[row] = False, min(new.stop + self.turn_length, limit)
 
     def end(self, row: int, complete: bool) -> None:
@@ -161,27 +162,26 @@ class Responses:
 
     def states(self, rows: np.ndarray) -> np.ndarray:
         """[b] as `queue.Outcome`; ENDED for -1."""
-        found = np.where(self.parked, WAITS, np.where(self.ended, ENDED, ALIVE))
-        return np.where(rows >= 0, found[rows], ENDED)
+        found = np.where(self.parked[rows], WAITS, np.where(self.ended[rows], ENDED, ALIVE))
+        return np.where(rows >= 0, found, ENDED)
 
     def are_given(self, rows: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
         """As `queue.Outcome`; False for row -1."""
-        is_row, width = (rows >= 0)[:, None], self.given.shape[1]
         places = (starts + self.begun[rows])[:, None] + np.arange(length)
-        return is_row & (places < width) & self.given[np.maximum(rows, 0)[:, None], np.minimum(places, width - 1)]
+        at = rows[:, None], np.minimum(places, self.mask.shape[1] - 1)
+        return (rows >= 0)[:, None] & (places < self.mask.shape[1]) & self.mask[at] & ~self.by_policy[at]
 
     def drawn(self) -> np.ndarray:
         """[B] tokens of each response so far, after those that it has begun with."""
-        return self.mask.sum(axis=1) - self.begun
+        return self.lengths - self.begun
 
     def written(self) -> np.ndarray:
         """[B] of these, the tokens that the policy wrote."""
-        later = np.arange(self.given.shape[1]) >= self.begun[:, None]
-        return self.drawn() - np.sum(self.given & later, axis=1)
+        return np.sum(self.by_policy & (np.arange(self.mask.shape[1]) >= self.begun[:, None]), axis=1)
 
     def rollout(self) -> Rollout:
         """The responses so far; their experts are not known before they end."""
-        by_policy = self.mask & ~self.given if self.given.any() else None
+        by_policy = self.by_policy if self.is_mixed else None
         return Rollout(self.tokens, self.mask, self.logprobs, self.complete, by_policy)
 
 
@@ -230,7 +230,7 @@ class JoinedResponses:
         """Tokens of a response after those that it has begun with, as far as they are known."""
         for first, part in self.parts.items():
             if first <= row < first + len(part.limits):
-                return part.tokens[row - first, part.begun[row - first] : part.mask[row - first].sum()]
+                return part.tokens[row - first, part.begun[row - first] : part.lengths[row - first]]
         return np.zeros(0, np.int32)
 
     def most_of(self, row: int) -> int:

@@ -260,9 +260,9 @@ class Shard:
         """Rows without a slot give up what they hold, the last to wait first, until there `has` been enough."""
         while not has() and self.returning:
             self.waiting.appendleft(self._give_up(self.returning.pop()))
-        holders = [row for row in self.parked.values() if row is not None]
-        while not has() and holders:
-            self.parked[self._give_up(holders.pop())] = None
+        holders = (row for row in reversed(self.parked.values()) if row is not None)
+        while not has() and (row := next(holders, None)) is not None:
+            self.parked[self._give_up(row)] = None
         return has()
 
     def _begin(self, number: int) -> Row:

@@ -8,7 +8,7 @@ import numpy as np
 from dapo_jax.data.containers import Rollout
 from dapo_jax.rollout.decoding import Chunk
 from dapo_jax.rollout.responses import JoinedResponses, Responses
-from dapo_jax.rollout.rows import ALIVE
+from dapo_jax.rollout.rows import ALIVE, ENDED, WAITS
 
 LENGTH, EOS, PAD = 10, 2, 0
 
@@ -82,3 +82,40 @@ def test_joined_responses_have_the_rows_of_one_after_the_other():
     assert (joined.states(np.arange(-1, 5)) == ALIVE).tolist() == [False, True, False, True, True, False]
     del joined.parts[0]
     assert (joined.states(np.arange(5)) == ALIVE).tolist() == [False, False, True, True, False]
+
+
+ROWS = 50
+
+
+class Watched(np.ndarray):
+    """Raises where a function reads all rows and tokens."""
+
+    def __array_ufunc__(self, ufunc, method, *given, out=None, **options):
+        assert (ROWS, LENGTH) not in map(np.shape, given), ufunc
+        given = [np.asarray(one) for one in given]
+        return getattr(ufunc, method)(*given, **({} if out is None else {"out": out}), **options)
+
+
+def test_what_is_done_between_chunks_follows_the_rows_that_were_decoded_alone():
+    """No array of all rows and tokens is read: these may be many, and the devices wait in episodes."""
+    handed = []
+    found = responses(
+        ROWS,
+        waits=lambda row, tokens: row == 1,
+        stop=lambda tokens, seen: 4 if tokens[3:4] == [9] else None,
+        on_finished=lambda rows, rollout: handed.append((rows.tolist(), rollout.by_policy is None)),
+    )
+    for name in ("tokens", "mask", "logprobs", "by_policy"):
+        setattr(found, name, getattr(found, name).view(Watched))
+    rows = np.array([1, 0, 2])
+    found.add(chunk([5, EOS, 0, 0], [5, 6, 7, 8], [5, 6, 7, 9]), rows, 0)
+    assert found.states(rows).tolist() == [WAITS, ALIVE, ENDED] and found.drawn()[rows].tolist() == [2, 4, 4]
+    found.append(1, [7, 7, 7])
+    assert found.are_given(rows, np.array([1, 1, 1]), 3).tolist() == [[False, True, True], *[[False] * 3] * 2]
+    found.add(chunk([5, 6], [EOS, 0]), rows[:2], np.array([5, 4]))
+    assert found.drawn()[rows].tolist() == [7, 5, 4] and handed == [([2], True), ([0], False)]
+    found.add(chunk([EOS]), rows[:1], np.array([7]))
+    found.end(1, complete=True)
+    assert handed[2:] == [([1], False)]
+    written = [[True, True, *[False] * 3, *[True] * 3, False, False]]
+    np.testing.assert_array_equal(found.rollout().by_policy[1:2], written)
