@@ -39,7 +39,6 @@ RECIPES = {  # by report
     "smollm3_v5e": "the same, `fsdp=4 tensor=4`",
     "gemma3_v5e": "`configs/gemma3_1b_gsm8k_lora.py`",
     "gemma3_v6e": "`configs/gemma3_1b_gsm8k_lora.py`",
-    "7b_v5p_8": MATH_7B,
     "7b_h100": MATH_7B,
     "7b_a100": MATH_7B,
     "7b_2k_h100": "`configs/dapo_qwen2.5_7b.py`",
@@ -48,14 +47,10 @@ RECIPES = {  # by report
     "cpo_h100": "`configs/cpo.py`",
     "7b_v5e": "Qwen2.5-Math-7B, `fsdp=16 tensor=4`",
     "7b_v5p": "Qwen2.5-Math-7B, `fsdp=4 tensor=4`",
-    "7b_20k_v5e": "Qwen2.5-Math-7B, `fsdp=16 tensor=4`",
-    "7b_20k_v5p": "Qwen2.5-Math-7B, `fsdp=4 tensor=4`",
-    "0.5b_v5e": "Qwen2.5-0.5B, `fsdp=16`",
     "gsm8k_l4": GSM8K,
     "gsm8k_h100": GSM8K,
     "gsm8k_v5e": f"{GSM8K}, `fsdp=4`",
     "gsm8k_v5e_8": f"{GSM8K}, `fsdp=8`",
-    "gsm8k_1.5b_v5e": f"{GSM8K} with Qwen2.5-1.5B-Instruct, `fsdp=8`",
     "gsm8k_1.5b_h100": f"{GSM8K} with Qwen2.5-1.5B-Instruct",
 }
 OPTIONS = {  # of a report's config that its tables read
