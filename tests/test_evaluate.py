@@ -72,7 +72,7 @@ def recorded_run(folder, *steps, **values):
 
 def test_a_run_is_measured_with_its_own_lengths_and_sampling(tmp_path):
     """It was measured with those of the recipe at hand."""
-    theirs = {"data.max_response_length": 7, "data.system_prompt": "Add.", "evaluate.temperature": 0.5}
+    theirs = {"data.max_response_length": 7, "data.system_prompt": "Add.", "evaluate.temperature": 0.5, "seed": 3}
     recorded_run(tmp_path / "run", 1, **theirs)
     given = small_config(tmp_path / "mine", **{"model.path": str(tmp_path / "run"), "evaluate.n": 2})
     config, [line] = as_in_the_run(given, (), checkpoints=False)
@@ -81,7 +81,7 @@ def test_a_run_is_measured_with_its_own_lengths_and_sampling(tmp_path):
         assert part in line
     chosen = {"evaluate.n", "data.max_response_length", "data.system_prompt"}
     config, [line] = as_in_the_run(given, chosen, checkpoints=False)
-    assert flat(config) == flat(given) | {"evaluate.temperature": 0.5} and "evaluate.n=" not in line
+    assert flat(config) == flat(given) | {"evaluate.temperature": 0.5, "seed": 3} and "evaluate.n=" not in line
     same = with_values(given, theirs | {"evaluate.n": 4})
     assert as_in_the_run(same, (), checkpoints=False) == (same, ())
     of_training = {"rollout.min_response_length": 4, "reward.overlong_buffer.enable": True}

@@ -134,9 +134,9 @@ class Experience:
 
     @property
     def sequence_kl(self) -> float:
-        """Mean over responses of the mean KL divergence of their tokens."""
+        """Mean over responses with a verdict of the mean KL divergence of their tokens."""
         assert self.kl is not None
-        return float(np.mean(self.kl.sum(axis=-1) / np.maximum(self.lengths, 1)))
+        return float(np.mean((self.kl.sum(axis=-1) / np.maximum(self.lengths, 1))[self.known]))
 
     def differs_by_rounding(self, per_token: float) -> np.ndarray:
         """[Q] bool, groups of several equal rewards whose KL divergences differ by rounding alone.

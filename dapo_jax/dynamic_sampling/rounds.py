@@ -115,6 +115,6 @@ def filtered_counts(rounds: Sequence[Verdicts]) -> dict[str, int]:
     accuracy = np.concatenate(dropped) if dropped else np.zeros((0, 1))
     missing = np.isnan(accuracy)
     enough = comparable(~missing)
-    correct = int(np.sum(np.all((accuracy == 1) | missing, axis=1) & enough))
+    correct = int(np.sum(np.all((accuracy >= 1) | missing, axis=1) & enough))
     wrong = int(np.sum(np.all((accuracy <= 0) | missing, axis=1) & enough))
     return {"all_correct": correct, "all_wrong": wrong, "other": len(accuracy) - correct - wrong}

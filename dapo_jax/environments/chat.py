@@ -6,7 +6,7 @@ template goes on after a turn of the assistant. That works for templates which w
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dapo_jax.config.sections import DataConfig, EnvironmentConfig
@@ -63,14 +63,16 @@ class Chat:
                     f"follows a turn by environment.turn_template, with {OBSERVATION} where the environment speaks"
                 )
 
-    def prompt(self, row: PromptRow, said: Messages) -> list[int]:
-        """The row's prompt, and what the environment says at the start."""
+    def opened(self, row: PromptRow, said: Messages) -> PromptRow:
+        """The row with what the environment says at the start as the end of its prompt."""
         shortened = self.cut(said)[0]
         if isinstance(row.prompt, str):
-            prompt: Any = row.prompt + "".join(message["content"] for message in shortened)
-        else:
-            prompt = [*row.prompt, *shortened]
-        return self.tokenizer.encode_prompts([prompt], self.data, template_kwargs=[row.template_kwargs])[0]
+            return replace(row, prompt=row.prompt + "".join(message["content"] for message in shortened))
+        return replace(row, prompt=(*row.prompt, *shortened))
+
+    def prompt(self, row: PromptRow) -> list[int]:
+        """A row's prompt."""
+        return self.tokenizer.encode_prompts([row.prompt], self.data, template_kwargs=[row.template_kwargs])[0]
 
     def continuation(self, said: Messages, *, ended: bool) -> list[int]:
         """The tokens between two turns of the policy, without its end token if it has drawn that."""

@@ -17,9 +17,9 @@ COLUMN = "environment"  # of a row: which of several
 TRIAL = "A first try."
 
 
-def seed_of(seed: int, number: int) -> int:
-    """The seed of all episodes of a prompt number: a group begins in one state."""
-    return int(np.random.SeedSequence([seed, SALT, number]).generate_state(1)[0])
+def seed_of(seed: int, number: int, *, held_out: bool = False) -> int:
+    """The seed of all episodes of a prompt number: a group begins in one state. Held-out problems have their own."""
+    return int(np.random.SeedSequence([seed, SALT, number, *([1] * held_out)]).generate_state(1)[0])
 
 
 def columns_of(row: PromptRow) -> dict[str, Any]:

@@ -59,7 +59,7 @@ OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems a
     *("environment.max_turns", "environment.max_turn_length", "environment.max_observation_length"),
     *("environment.observation_truncation", "environment.reward"),
     *("environment.tool_format", "environment.turn_template"),
-    *("evaluate.n", "evaluate.temperature", "evaluate.top_p", "evaluate.top_k"),
+    *("seed", "evaluate.n", "evaluate.temperature", "evaluate.top_p", "evaluate.top_k"),
 )
 METRICS, GENERATIONS = "metrics.json", "generations.jsonl"  # of the command's output
 

@@ -173,9 +173,13 @@ def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Exp
         kl = fetch(jitted_kl_penalty(*arrays, estimator=learner.batching.algorithm.kl_penalty))
     kl = np.where(batch.policy_mask, kl, 0.0).reshape(*experience.finished.shape, -1)
     kl = np.pad(kl, ((0, 0), (0, 0), (0, experience.mask.shape[-1] - kl.shape[-1])))
-    experience = dataclasses.replace(experience, kl=kl)
-    divergence = experience.divergence(learner.batching.rounding)
-    return experience.with_scores(seq_final_reward=experience.scores["seq_reward"] - kl_coef * divergence)
+    return less_divergence(dataclasses.replace(experience, kl=kl), learner.batching.rounding, kl_coef)
+
+
+def less_divergence(experience: Experience, rounding: float, kl_coef: float) -> Experience:
+    """With the score `seq_final_reward` by this coefficient."""
+    rewards = experience.scores["seq_reward"] - kl_coef * experience.divergence(rounding)
+    return experience.with_scores(seq_final_reward=rewards)
 
 
 def token_rewards(batching: Batching, experience: Experience, batch: Batch, kl_coef: float) -> np.ndarray:

@@ -67,13 +67,14 @@ def share_within_prompts(lengths: np.ndarray) -> float:
     equal lengths.
 
     Args:
-        lengths: [Q, G] tokens.
+        lengths: [Q, G] tokens, NaN = not to be counted.
     """
-    if min(lengths.shape) < 2:
+    counts = np.sum(~np.isnan(lengths), axis=1)
+    logs, counts = np.log(np.maximum(lengths[counts > 1], 1)), counts[counts > 1]
+    if len(counts) < 2:
         return 1.0
-    logs = np.log(np.maximum(lengths, 1))
-    within = float(np.mean(np.var(logs, axis=1, ddof=1)))
-    between = max(float(np.var(logs.mean(axis=1), ddof=1)) - within / lengths.shape[1], 0.0)
+    within = float(np.mean(np.nanvar(logs, axis=1, ddof=1)))
+    between = max(float(np.var(np.nanmean(logs, axis=1), ddof=1)) - within * float(np.mean(1 / counts)), 0.0)
     return within / (within + between) if within + between > 0 else 1.0
 
 

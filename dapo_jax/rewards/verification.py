@@ -37,7 +37,7 @@ class Verification:
         on_ended: Callable[[int], object] = lambda count: None,
     ) -> None:
         self._verifiers, self._tokenizer, self._check, self._on_ended = verifiers, tokenizer, check, on_ended
-        self._rows, self.num_samples = rows, num_samples
+        self.rows, self.num_samples = rows, num_samples
         self.texts = [""] * (len(rows) * num_samples)
         self._asked: list[tuple[ScoreRequest, Future[Verdict]] | None] = [None] * len(self.texts)
 
@@ -47,7 +47,7 @@ class Verification:
             text = self._tokenizer.decode(rollout.responses[index][rollout.mask[index]].tolist())
             self.texts[index] = text
             if self._verifiers is not None and self._process_of(index) == jax.process_index():
-                row = self._rows[index // self.num_samples]
+                row = self.rows[index // self.num_samples]
                 request = ScoreRequest(row.data_source, text, row.ground_truth, row.columns, row.question)
                 self._asked[index] = request, self._verifiers.submit(request)
         self._on_ended(len(ended))

@@ -125,7 +125,7 @@ def advance(
                 kl,
                 target_kl=control.target_kl,
                 horizon=control.horizon,
-                num_sequences=batch.experience.finished.size,
+                num_sequences=int(batch.experience.known.sum()),
             )
     ignored = {"rollout_corr/k3_kl"} if older_policy else set()
     compared = {name: value for name, value in (metrics | further).items() if name not in ignored}

@@ -26,7 +26,7 @@ from dapo_jax.rewards.worker_pool import Verdict
 from dapo_jax.rollout.engine import Engine, Pending
 from dapo_jax.rollout.layout import EngineSettings
 from dapo_jax.rollout.responses import Request, StopRule
-from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.rollout.sampling import EVALUATE, Sampling
 from dapo_jax.rollout.sizes import CHUNK
 from dapo_jax.run.episodes import Environments
 from dapo_jax.run.turns import Episodes, always, play
@@ -121,7 +121,8 @@ class GroupRollout:
         with self.sampler.stage("gen"):
             if self.sampler.environments is not None:
                 sources = [self.prompts.rows[row] for row in rows]
-                verification = Episodes(self.sampler.environments, numbers, sources, tokens, verification)
+                given = self.sampler.environments, numbers, sources, tokens, verification
+                verification = Episodes(*given, held_out=self.request.purpose == EVALUATE)
                 tokens = verification.prompts
             pending = self.sampler.engine.submit(tokens, numbers, self.request, on_finished=verification.begin)
         self._started.append(_Started(numbers, rows, tokens, pending, verification))

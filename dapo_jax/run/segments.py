@@ -19,6 +19,7 @@ import numpy as np
 from dapo_jax.config.sections import DataConfig, RolloutConfig
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.experience import Experience, concatenate, join, with_records
+from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.work import total_work
 from dapo_jax.dynamic_sampling.accumulation import Sampled
 from dapo_jax.errors import InputError
@@ -89,6 +90,7 @@ class SegmentedRollout(GroupRollout):
         self.sampled = Sampled()
         self._numbers: list[int] = []
         self._failed: dict[int, Verdict] = {}  # on groups whose environment has failed, by number
+        self._asked: dict[int, PromptRow] = {}  # rows with what an environment has said first, by number
 
     @property
     def under_way(self) -> bool:
@@ -175,7 +177,8 @@ class SegmentedRollout(GroupRollout):
             sources = [self.prompts.rows[row] for row in rows]
             later = Verification(None, self.sampler.tokenizer, sources, request.num_samples, check=environments.check)
             given = environments, numbers, sources, prompts, later
-            episodes = Episodes(*given, begun=begun and begun.responses, limits=limits)
+            episodes = Episodes(*given, held_out=False, begun=begun and begun.responses, limits=limits)
+            self._asked |= dict(zip(numbers, episodes.rows, strict=True))
             try:
                 callbacks = {"on_finished": episodes.begin, "play": lambda pending: play([(pending, episodes)])}
                 rollout = generate(episodes.prompts, numbers, request, **callbacks)
@@ -197,6 +200,7 @@ class SegmentedRollout(GroupRollout):
         numbers, rows = groups.numbers.tolist(), groups.rows.tolist()
         with self.sampler.stage("reward"):
             verification = self.verify(rows)
+            verification.rows = [self._asked.get(*one) for one in zip(numbers, verification.rows, strict=True)]
             verification.begin(np.arange(len(rollout.mask)), rollout)
             verdicts = verification.wait()
         if (environments := self.sampler.environments) is not None:

@@ -15,7 +15,6 @@ import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.rows import PromptRow
-from dapo_jax.environments.chat import Chat
 from dapo_jax.environments.episodes import Earned, columns_of, seed_of
 from dapo_jax.environments.pool import Play
 from dapo_jax.environments.protocol import Fault, Reply
@@ -35,6 +34,7 @@ class Episodes:
     Args:
         rows, tokens: of each prompt; the environment may add to the tokens.
         verification: by reward functions, which have the whole chats; what the environment gives has precedence.
+        held_out: whether these are problems to evaluate on, whose environments have other seeds.
         begun: responses to go on with, whose environments hear their turns once more.
         limits: [B] tokens at which each response pauses; None = it does not.
 
@@ -50,6 +50,7 @@ class Episodes:
         tokens: Sequence[list[int]],
         verification: Verification,
         *,
+        held_out: bool,
         begun: Rollout | None = None,
         limits: np.ndarray | None = None,
     ) -> None:
@@ -68,10 +69,11 @@ class Episodes:
         self._turn_starts = [0] * count
         self._given = [0] * count  # tokens of the environment
         turns = [answered_turns(begun, row) for row in range(count)]
-        [replies] = exchanged([self._begun(rows, turns)], self.check)
-        first = self._first(replies)[::num_samples]
-        chats = self._chats[::num_samples]
-        self.prompts = [self._prompt(*one) for one in zip(chats, rows, tokens, first, strict=True)]
+        [replies] = exchanged([self._begun(rows, turns, held_out)], self.check)
+        opened = zip(self._chats[::num_samples], rows, self._first(replies)[::num_samples], strict=True)
+        # What is asked: rows with what the environment says first
+        self.rows = verification.rows = [chat.opened(row, first.messages) for chat, row, first in opened]
+        self.prompts = [self._prompt(*one) for one in zip(rows, tokens, self.rows, strict=True)]
         if begun is not None:
             for row in range(count):
                 self._repeat(row, self.prompts[row] == tokens[row], turns[row], replies[row][1:])
@@ -141,15 +143,15 @@ class Episodes:
         own = own if self._of.gives_rewards else {"num_turns": own["num_turns"]}
         return self._of.judged(own | more, verdict)
 
-    def _begun(self, rows: Sequence[PromptRow], turns: Sequence[Sequence[Turn]]) -> Asked:
+    def _begun(self, rows: Sequence[PromptRow], turns: Sequence[Sequence[Turn]], held_out: bool) -> Asked:
         """Begins the episodes of this process, and repeats these turns."""
         asked: Asked = {}
         for row, number in enumerate(self._numbers):
             asked[row] = []
             if has_group(number):
                 of_prompt = rows[row // self._verification.num_samples]
-                given = seed_of(self._of.seed, number), columns_of(of_prompt), of_prompt.task
-                self._plays[row], first = self._of.pool.begin(*given)
+                seed = seed_of(self._of.seed, number, held_out=held_out)
+                self._plays[row], first = self._of.pool.begin(seed, columns_of(of_prompt), of_prompt.task)
                 asked[row] = [first, *chain.from_iterable(self._ask(row, turn.tokens) for turn in turns[row])]
         return asked
 
@@ -163,15 +165,15 @@ class Episodes:
                     raise Fault("the episodes of a group begin differently, though they have one seed")
         return [found.get(number, Reply()) for number in self._numbers]
 
-    def _prompt(self, chat: Chat, row: PromptRow, tokens: list[int], first: Reply) -> list[int]:
-        if not first.messages:
+    def _prompt(self, row: PromptRow, tokens: list[int], opened: PromptRow) -> list[int]:
+        if opened.prompt == row.prompt:
             return tokens
         if not self._of.speaks_first.get(row.task, True):
             raise InputError(
                 f"the environment says something at the start for {row.origin}, but said nothing for the first row: "
                 "let reset return an observation for all rows or for none"
             )
-        tokens, most = chat.prompt(row, first.messages), self._of.data.max_prompt_length
+        tokens, most = self._of.chats[row.task].prompt(opened), self._of.data.max_prompt_length
         if len(tokens) > most:
             raise InputError(
                 f"the prompt of {row.origin} has {len(tokens)} tokens with what the environment says first, more than "

@@ -97,7 +97,7 @@ def played(settings: EnvironmentConfig, model: str, row: PromptRow, seed: int) -
         (row,) = told([row], pool.descriptions)
         try:
             play, first = pool.begin(seed, columns_of(row))
-            lines += shown("prompt", chat.prompt(row, first.result().messages), tokenizer)
+            lines += shown("prompt", chat.prompt(chat.opened(row, first.result().messages)), tokenizer)
             for turn in range(settings.max_turns):
                 text = _call(random_text, tools) if tools and turn < settings.max_turns - 1 else _words(random_text)
                 lines += shown("policy", [*tokenizer.encode(text), tokenizer.eos_ids[0]], tokenizer)

@@ -66,10 +66,11 @@ def from_kept_batch(plan: Plan, config: Config, group: int | None) -> Replay:
             open_rewards(config, problems, tokenizer, rollout_mesh, monitor) as rewards,
         ):
             recorded = groups_in(kept, problems.train_set, tokenizer, plan)
-            judged = recorded
             if environments is None:
                 judged = verify_again(found, recorded, rewards, problems.train_set, row)
             else:
+                given = {name: values for name, values in recorded.scores.items() if name not in OWN_SCORES}
+                judged = replace(recorded, scores=given)
                 found.not_compared.append("verdicts: the environment gives them in its turns")
             shaped = reward_again(found, recorded, rewards.shape(judged, problems.train_set))
             filter_again(found, shaped, config.algorithm.filter_groups, rollout_mesh)

@@ -54,7 +54,7 @@ def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder)
         "rollout/finished_task_count": sum(len(part.numbers) for part in sampled),
         "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # not those of carried groups
         "reward/num_missing": sum(int((~part.known).sum()) for part in sampled),
-        "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
+        "experience_pipeline/experience_count": 0 if trained is None else int(trained.known.sum()),
         "experience_pipeline/filtered_count": sum(
             int((~round_.keep).sum()) * round_.outcomes.lengths.shape[1] for round_ in accepted.rounds
         ),
@@ -135,7 +135,7 @@ def _trained_metrics(trained: Experience, data: DataConfig) -> dict[str, float]:
         **statistics.spread("critic/rewards", trained.final_rewards[known]),
         **statistics.length_metrics("response", lengths[known], data.max_response_length, trained.mask.sum(-1)[known]),
         **statistics.length_percentiles("response", lengths[known]),
-        "response_length/within_prompts": statistics.share_within_prompts(lengths),
+        "response_length/within_prompts": statistics.share_within_prompts(np.where(known, lengths, np.nan)),
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         **statistics.length_percentiles("prompt", prompt_lengths),
         **statistics.spread("sample/model_version", trained.versions),
@@ -282,7 +282,7 @@ def batch_records(
     metrics |= statistics.balance_metrics(sequence_lengths(batch)[: experience.finished.size], shares)
     histograms = {"critic/advantages": histogram(batch.advantages[batch.loss_mask])}
     if segments is not None:
-        ages = step - 1 - segments.token_versions(experience)[experience.policy_mask]
+        ages = step - 1 - segments.token_versions(experience)[experience.policy_mask & experience.known[:, :, None]]
         metrics |= statistics.spread("sample/token_staleness", ages)
         histograms["sample/token_staleness"] = histogram(ages)
     return metrics, histograms

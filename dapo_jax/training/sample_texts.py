@@ -33,9 +33,9 @@ def step_row(
     if (experience := collected.experience) is not None:
         row["samples"] = trained_texts(experience, rows, tokenizer, wanted=num_samples)
         row["histograms"] = histograms | {
-            "response_length": histogram(experience.lengths),
+            "response_length": histogram(experience.lengths[experience.known]),
             "critic/score": histogram(experience.scores["seq_reward"]),
-            "rollout/logprob": histogram(experience.logprobs[experience.policy_mask]),
+            "rollout/logprob": histogram(experience.logprobs[experience.policy_mask & experience.known[:, :, None]]),
         }
     return row
 

@@ -23,7 +23,7 @@ from dapo_jax.dynamic_sampling.accepted import Accepted, accept
 from dapo_jax.dynamic_sampling.accumulation import Found
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
-from dapo_jax.learner.batch import make_batch, penalize_kl
+from dapo_jax.learner.batch import less_divergence, make_batch, penalize_kl
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import saved_fields
@@ -101,7 +101,11 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
         filter_log.log_start()
     judged = functools.partial(judge, run, lowest=stream.lowest, kl_coef=kl_coef)
     with jax.set_mesh(run.sampler.mesh):
-        return accumulate(open_rollout(run, weights, found, version), judged, found)
+        accepted = accumulate(open_rollout(run, weights, found, version), judged, found)
+    if accepted.experience is None or accepted.experience.kl is None:
+        return accepted
+    groups = less_divergence(accepted.experience, run.learner.batching.rounding, kl_coef)  # also those carried here
+    return dataclasses.replace(accepted, experience=groups)
 
 
 def accumulate(rollout: GroupRollout, judged: Callable[[Experience], Round], found: Found) -> Accepted:

@@ -75,7 +75,7 @@ def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
 
 
 def test_dropped_groups_are_counted_by_kind(mesh):
-    groups = experience([[1, 1], [0, 0], [0, 1], [0.5, 0.5], [-1, -1]])
+    groups = experience([[2, 2], [0, 0], [0, 1], [0.5, 0.5], [-1, -1]])  # 2: a sum of rewards of turns
     found = filter_groups(groups, by("acc"), mesh)
     assert filtered_counts([found.verdicts, found.verdicts]) == {"all_correct": 2, "all_wrong": 4, "other": 2}
     assert filtered_counts([]) == {"all_correct": 0, "all_wrong": 0, "other": 0}

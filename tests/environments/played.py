@@ -125,6 +125,23 @@ def score(text, truth):
     return right(text, truth)
 
 
+class Asks:
+    """Tool form without rewards, which asks first: its seed."""
+
+    def reset(self, seed, **row):
+        return f"seed {seed % 1000}"
+
+    def twice(self, number: int) -> int:
+        """Twice a number."""
+        return 2 * number
+
+
+def heard(data_source, solution, ground_truth, extra_info):
+    """1 if the prompt has what `Asks` says, with its number."""
+    word, _, number = extra_info["prompt"][-1]["content"].partition(" ")
+    return {"score": float(word == "seed"), "acc": 0.0, "number": float(number) if word == "seed" else -1.0}
+
+
 class OneTurn:
     """A plain run as an environment."""
 

@@ -45,7 +45,7 @@ def test_the_tokens_of_a_whole_chat_are_those_of_its_template(template, tools):
     row = told([PromptRow((USER,), "s", "t", {})], {"": Description(tools)})[0]
     between = chat.continuation(said("go on", role), ended=True)
     end = tokenizer.encode("<|im_end|>" if template != env_check.CHATML else "<eos>")
-    found = [*chat.prompt(row, []), *tokenizer.encode("left"), *end, *between, *tokenizer.encode("left")]
+    found = [*chat.prompt(row), *tokenizer.encode("left"), *end, *between, *tokenizer.encode("left")]
     messages = [USER, TURN, *said("go on", role)]
     given = {"tools": list(tools)} if tools else {}
     text = render(tokenizer.chat_template or "", [Conversation(messages, tokenizer.special_tokens, given)])[0]
@@ -71,7 +71,7 @@ def test_a_model_without_a_template_gets_the_observation_as_it_is():
     chat = Chat(base, DataConfig(), EnvironmentConfig())
     chat.check()
     assert chat.continuation(said("ok\n"), ended=True) == base.encode("ok\n")
-    assert chat.prompt(PromptRow("1 + 1", "s", "2", {}), said(" =")) == base.encode("1 + 1 =")
+    assert chat.prompt(chat.opened(PromptRow("1 + 1", "s", "2", {}), said(" ="))) == base.encode("1 + 1 =")
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "cd"), ("right", "ab"), ("middle", "ad")])

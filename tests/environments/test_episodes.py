@@ -14,6 +14,7 @@ from small_run import assert_same_policy, resumed, rows_without_clock, small_con
 
 import dapo_jax as dx
 from dapo_jax.command.validation import validate
+from dapo_jax.environments.episodes import seed_of
 from dapo_jax.environments.protocol import Reply
 from dapo_jax.errors import InputError
 from dapo_jax.evaluate.evaluate import bench
@@ -131,6 +132,24 @@ def test_tools_without_rewards_leave_them_to_the_reward_function(tmp_path):
     train(config_of(tmp_path, **{**STEPS, **changes, "trainer.total_training_steps": 1}))
     row = read_metrics(tmp_path)[-1]
     assert row["rollout/num_turns/mean"] == 1 and row["rollout/score/max"] >= 0 and row["environment/calls"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [0, 12], ids=["whole", "segments"])
+def test_reward_functions_are_told_what_the_environment_asks_and_held_out_seeds_are_others(tmp_path, length):
+    """Before, they had the row's prompt alone, and held-out episodes the seeds of the first training prompts."""
+    options = {"reward.function": f"{FILE}:heard", "data.max_prompt_length": 24, "trainer.test_freq": 2}
+    of_filter = {"rule": "mean_range", "filter_low": -9.0, "filter_high": 9.0}
+    of_filter |= {"leftover": "carry", "leftover_max_staleness": 2} if length else {}
+    options |= {f"algorithm.filter_groups.{name}": value for name, value in of_filter.items()}
+    options |= {"rollout.n": 2, "rollout.segment_length": length}
+    config = config_of(tmp_path, "Asks", **{**STEPS, **options})
+    train(config)
+    row, seeds = read_metrics(tmp_path)[-1], functools.partial(seed_of, config.seed)
+    assert row["rollout/score/min"] == 1 == row["eval/arithmetic/score/mean@4"]
+    held_out = [seeds(n, held_out=True) % 1000 for n in range(int(row["eval/arithmetic/finished_task_count"]))]
+    assert row["eval/arithmetic/number/mean@4"] == pytest.approx(np.mean(held_out))
+    assert row["rollout/number/max"] in [seeds(n) % 1000 for n in range(100)]
 
 
 @pytest.mark.slow

@@ -25,11 +25,20 @@ from dapo_jax.run.held_out import _Measured, mean_accuracy
 from dapo_jax.run.parts import open_run
 from dapo_jax.training.loop import train
 from dapo_jax.training.metrics import experience_metrics, sampling_metrics
+from dapo_jax.training.sample_texts import step_row
 from dapo_jax.training.state import first_state
 from dapo_jax.training.step import sample_batch
 
 NAN = float("nan")
 NO_BUFFER = OverlongBufferConfig()
+KL = {
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.filter_groups.metric": "seq_final_reward",
+    "trainer.total_training_steps": 1,
+    "trainer.val_before_train": False,
+    "trainer.test_freq": -1,
+}
+CARRIED = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 3}
 
 
 @pytest.fixture
@@ -124,10 +133,11 @@ def test_a_fall_back_uses_no_group_with_too_few_verdicts():
     assert accepted.experience.numbers.tolist() == [0] and accepted.outcome == "fallback"
 
 
-def test_metrics_are_those_of_the_verdicts(mesh):
-    class Order:
-        epoch = staticmethod(lambda number: 0)
+class Order:
+    epoch = staticmethod(lambda number: 0)
 
+
+def test_metrics_are_those_of_the_verdicts(mesh):
     groups = shaped(groups_of([[1, 0, NAN], [1, 1, NAN]], lengths=[[2, 4, 9], [3, 3, 3]]), mesh)
     round_ = filter_groups(groups, FilterGroupsConfig(), mesh)
     accepted = accumulated(MadeUp(lambda _: round_), start(), **options_of(target=1, size=2))
@@ -136,12 +146,30 @@ def test_metrics_are_those_of_the_verdicts(mesh):
     assert metrics["reward/unfiltered_mean"] == 0.75 and metrics["dynamic_sampling/uniform_share"] == 0.5
     assert metrics["critic/score/mean"] == 0.5 and metrics["rollout/acc/mean"] == 0.75
     assert (metrics["dynamic_sampling/generated_tokens"], metrics["dynamic_sampling/trained_tokens"]) == (24, 6)
-    assert metrics["response_length/max"] == 4
+    assert metrics["response_length/max"] == 4 and metrics["experience_pipeline/experience_count"] == 2
     assert not any(np.isnan(value) for value in metrics.values())
     rewards = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     plain = group_reward_metrics(rewards)
     assert plain["experience_pipeline/group_advantages/reward_mean/mean"] == float(np.mean(rewards.mean(axis=1)))
     assert plain["experience_pipeline/group_advantages/reward_std/mean"] == float(np.mean(rewards.std(axis=1)))
+
+
+def test_lengths_and_divergences_without_a_verdict_are_in_no_statistic(mesh):
+    def said_of(acc, lengths):
+        groups = shaped(groups_of(acc, lengths=lengths), mesh)
+        by_length = np.where(groups.mask, groups.mask.sum(axis=-1, keepdims=True), 0.0)
+        groups = dataclasses.replace(groups, kl=by_length, logprobs=-by_length)
+        round_ = Round(groups, np.ones(len(acc), bool), np.zeros(len(acc)))
+        accepted = accumulated(MadeUp(lambda _: round_), start(), **options_of(target=3, size=3))
+        metrics = experience_metrics(accepted, DataConfig(), Order())
+        names = [name for name in metrics if name.startswith(("response_length", "critic", "experience_pipeline/exp"))]
+        histograms = step_row(accepted, {}, {}, [], character_tokenizer(), num_samples=0)["histograms"]
+        return {name: metrics[name] for name in names}, histograms, accepted.experience.sequence_kl
+
+    acc, lengths = [[1, 0, NAN, 1], [1, 0, NAN, 0], [NAN, 1, 0, 1]], [[4, 6, 30, 8], [9, 6, 1, 8], [20, 5, 5, 7]]
+    found = said_of(acc, lengths)
+    expected = said_of([[1, 0, 1], [1, 0, 0], [1, 0, 1]], [[4, 6, 8], [9, 6, 8], [5, 5, 7]])
+    assert found == expected and 0 < found[0]["response_length/within_prompts"] < 1
 
 
 def test_an_evaluation_is_the_mean_over_verdicts_and_no_number_without_any():
@@ -177,6 +205,27 @@ def test_a_row_without_a_verdict_changes_no_number_of_the_others(tmp_path):
         assert sequence_lengths(batch)[1] == 0
 
 
+@pytest.mark.slow
+def test_the_divergence_of_carried_groups_is_weighed_by_the_coefficient_of_today(tmp_path):
+    """Before, their reward was what an earlier step's coefficient had made of it, and their advantages were not."""
+    changes = {"data.gen_batch_size": 24, "algorithm.filter_groups.rule": "mean_range", "rollout.n": 2, **CARRIED}
+    changes |= {"algorithm.filter_groups.filter_low": -9.0, "algorithm.filter_groups.filter_high": 9.0}
+    config = small_config(tmp_path, **KL | changes | {"algorithm.filter_groups.metric": "acc"})
+    with open_run(config, initial_step=0) as run:
+        state = first_state(run)
+        moved = jax.tree.map(lambda x: 1.2 * x, state.models.actor.params)  # away from the reference
+        weights, stream = run.learner.networks.decode_weights(moved), state.stream
+        for step, kl_coef in ((1, 0.2), (2, 0.5)):
+            progress = dataclasses.replace(state.progress, kl_coef=kl_coef)
+            sampled, stream = sample_batch(run, weights, stream, progress, step)
+            groups = sampled.experience
+            divergence = groups.divergence(run.learner.batching.rounding)
+            assert np.abs(divergence).max() > 0.01
+            expected = groups.scores["seq_reward"] - kl_coef * divergence
+            np.testing.assert_allclose(groups.final_rewards, expected, atol=1e-6)
+        assert sampled.metrics["dynamic_sampling/num_carried_in"] > 0
+
+
 def with_divergence(acc, divergence, lengths):
     groups = experience(np.arange(len(acc)), acc, lengths=lengths)
     groups = groups.with_scores(seq_reward=groups.scores["score"])
@@ -197,15 +246,6 @@ def test_divergences_that_differ_by_rounding_do_not_differ():
     assert not one.differs_by_rounding(ROUNDING).any(), "a group of one has nothing to differ from"
 
 
-KL = {
-    "algorithm.use_kl_in_reward": True,
-    "algorithm.filter_groups.metric": "seq_final_reward",
-    "trainer.total_training_steps": 1,
-    "trainer.val_before_train": False,
-    "trainer.test_freq": -1,
-}
-
-
 @pytest.mark.full
 def test_the_policy_and_an_equal_reference_keep_the_groups_whose_score_differs(tmp_path):
     """Before, every group passed the filter in step 1: two passes differ in the last digits."""
@@ -224,9 +264,6 @@ def test_the_policy_and_an_equal_reference_keep_the_groups_whose_score_differs(t
     for name in schedules:
         assert found[name][0] == found["score"][0], name
         assert found[name][1] == pytest.approx(found["rounds"][1], rel=1e-3), name
-
-
-CARRIED = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 3}
 
 
 @pytest.mark.slow

@@ -250,7 +250,7 @@ def test_on_another_mesh_numbers_are_equal_up_to_rounding(whole):
         pytest.param({"algorithm.adv_estimator": "remax", "actor.old_logprob": "recompute"}, id="remax"),
         pytest.param({"actor.policy_loss.loss_mode": "clip_cov"}, id="clip_cov"),
         pytest.param({**OVERLONG, "algorithm.adv_estimator": "gdpo", "rollout.n": 4}, id="overlong"),
-        pytest.param(EPISODES, id="episodes"),
+        pytest.param({**EPISODES, "algorithm.use_kl_in_reward": True}, id="episodes"),
     ],
 )
 def test_steps_of_every_kind_of_run_are_computed_again(tmp_path, changes):
