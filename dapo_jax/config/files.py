@@ -19,12 +19,13 @@ from ml_collections import ConfigDict
 
 from dapo_jax import __version__
 from dapo_jax.config.places import is_address, place_of
-from dapo_jax.config.values import default_config
+from dapo_jax.config.values import DEFAULTS, default_config
 from dapo_jax.errors import InputError, did_you_mean
 
 _PACKAGE, _CHECKOUT = Path(__file__).parents[1:3]  # setup.py puts configs/ and scripts/launch/ into the package
 FOLDER = found if (found := _PACKAGE / "recipes").is_dir() else _CHECKOUT / "configs"
 LAUNCHERS = found if (found := _PACKAGE / "launchers").is_dir() else _CHECKOUT / "scripts" / "launch"
+_NO_KEY = re.compile(r'^[\'"]?Key "(\w+)" does not exist')  # how ml_collections refuses one
 SHAPES = FOLDER / "shapes"  # config.json of well-known models, which the preflight reads
 EXAMPLE = (
     "give a recipe (`dapo-jax configs` lists them), for example --config tiny, or a config file, for example --config "
@@ -87,6 +88,11 @@ def _run_python(path: str) -> ConfigDict:
     except (Exception, SystemExit) as error:  # a config file can raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f" in line {lines[-1]}" if lines else ""
+        if missing := _NO_KEY.search(str(error)):
+            names = {key: key.rpartition(".")[2] for key in DEFAULTS}
+            same = [key for key, name in names.items() if name == missing[1]]
+            meant = f"did you mean {' or '.join(same)}?" if same else did_you_mean(missing[1], names.values())
+            raise InputError(f"{rule}, but there is no key {missing[1]}{where}; {meant} correct the file") from None
         raise InputError(
             f"{rule}, but it fails{where} with {type(error).__name__}: {error}: correct the file"
         ) from error

@@ -47,6 +47,7 @@ def _fenced(text: str) -> Iterator[str]:
 
 
 FORMATS: dict[str, Callable[[str], Iterator[str]]] = {"hermes": _tagged, "llama3": _objects, "json": _fenced}
+EXAMPLES = {"hermes": "<tool_call>{}</tool_call>", "llama3": "{}", "json": "```json\n{}\n```"}  # with a call's JSON
 
 
 def format_of(chat_template: str | None) -> str:
@@ -136,7 +137,7 @@ def _schema_of(kind: Any) -> dict[str, Any] | None:
         nullable = [{"type": "null"}] * (types.NoneType in parts)
         return None if None in several else {"anyOf": [*several, *nullable]}
     if origin is list:
-        items = _schema_of(parts[0])
+        items = _schema_of(parts[0]) if parts else {}
         return None if items is None else {"type": "array", "items": items}
     kind = dict if origin is dict else kind
     return {"type": KINDS[kind]} if kind in KINDS else None

@@ -120,7 +120,10 @@ def policy_loss(
 
 
 def _by_group(name: str, values: Any) -> jax.Array:
-    array = jnp.asarray(values, jnp.float32)
+    try:
+        array = jnp.asarray(values, jnp.float32)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} must be numbers, as many for each prompt, but {error}: correct them") from error
     if array.ndim != 2:
         raise InputError(f"{name} has the shape {array.shape}: give one row per prompt and one column per response")
     if not jnp.isfinite(array).all():

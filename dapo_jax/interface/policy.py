@@ -84,6 +84,7 @@ class Policy:
             self._learner = build_learner(config, self.arch, tokenizer, meshes, monitor, Pace(lambda: None))
             self._models = self._learner.networks.init_models()
             self._open = stack.pop_all()
+        self._closed = False
         self.steps = 0  # that it has learnt from
         self._drawn = 0  # prompts: the address of the next one's draws
 
@@ -115,6 +116,8 @@ class Policy:
         Raises:
             RuntimeError: the environment fails in all episodes.
         """
+        if self._closed:
+            raise InputError("the policy has been closed, as at the end of its with block: generate before that")
         settings = self.config.rollout
         n = settings.n if n is None else n
         temperature = settings.temperature if temperature is None else temperature
@@ -211,6 +214,8 @@ class Policy:
         Returns:
             The metrics of the step, as docs/metrics.md lists them: actor/..., critic/advantages/..., ...
         """
+        if not isinstance(samples, Samples):
+            raise InputError(f"step takes the samples of generate, not {type(samples).__name__}: give these")
         if not len(samples):
             return {}
         if (rewards is None) == (advantages is None) or (groups is not None and rewards is None):
@@ -266,7 +271,8 @@ class Policy:
         write_policy(self.config, self.arch, self.tokenizer, mesh, params, output, **form)
 
     def close(self) -> None:
-        """Ends what it does in the background."""
+        """Ends what it does in the background; nothing can be generated afterwards."""
+        self._closed = True
         self._open.close()
 
     def __enter__(self) -> Self:

@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, SupportsFloat
 
 from dapo_jax.command.tasks import NO_FUNCTIONS
 from dapo_jax.config.own_functions import name_of
@@ -29,6 +29,9 @@ def reward_options(reward: Reward) -> dict[str, str]:
         return {"reward.function": _named("function", reward), "reward.functions": NO_FUNCTIONS}
     if not len(reward):
         raise InputError("reward holds no function: give one, or leave it out")
+    for label, (_, weight) in _by_label(reward).items():
+        if isinstance(weight, str) or not isinstance(weight, SupportsFloat):
+            raise InputError(f"reward, {label!r}: the weight {weight!r} must be a number: give (function, weight)")
     parts = {
         label: {"function": _named(label, function), "weight": float(weight)}
         for label, (function, weight) in _by_label(reward).items()

@@ -70,6 +70,8 @@ class Samples:
         """The groups at these indices, or where a mask [Q] is True."""
         given = np.asarray(groups)
         chosen = np.flatnonzero(given) if given.dtype == bool else given.astype(int)
+        if len(outside := chosen[(chosen < -len(self)) | (chosen >= len(self))]):
+            raise InputError(f"there is no group {outside[0]} among {len(self)}: choose from 0 to {len(self) - 1}")
         return Samples([self.prompts[index] for index in chosen], self.experience.select(chosen), self.temperature)
 
 

@@ -115,7 +115,18 @@ def try_function(row: PromptRow, name: str, verifiers: Verifiers) -> list[Verdic
             if failed[0][1] == NO_VERDICT
             else "counts as wrong, with the lowest score that the function has given",
         )
-    return [verdict for verdict in verdicts if not verdict.error]
+    scored = [verdict for verdict in verdicts if not verdict.error]
+    if len({verdict.numbers["score"] for verdict in scored}) == 1 < len(scored):
+        _log.warning(
+            "%s gives %g to all %d trial responses for %s, though most of them have its ground truth %r and one is "
+            "empty: see whether it compares text with a number, or takes its arguments in another order",
+            described(name),
+            scored[0].numbers["score"],
+            len(scored),
+            row.origin,
+            row.ground_truth,
+        )
+    return scored
 
 
 def _verdicts(row: PromptRow, texts: list[str], name: str, verifiers: Verifiers) -> list[Verdict]:

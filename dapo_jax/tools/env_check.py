@@ -23,7 +23,7 @@ from dapo_jax.environments.chat import Chat
 from dapo_jax.environments.episodes import Earned, columns_of, told, try_on
 from dapo_jax.environments.pool import EnvironmentPool
 from dapo_jax.environments.protocol import Fault, Reply
-from dapo_jax.environments.tool_formats import format_of
+from dapo_jax.environments.tool_formats import EXAMPLES, format_of
 from dapo_jax.errors import InputError, say
 from dapo_jax.hub.repositories import model_at
 
@@ -88,7 +88,8 @@ def played(settings: EnvironmentConfig, model: str, row: PromptRow, seed: int) -
     """
     tokenizer = load_tokenizer(model_at(model, weights=False)) if model else characters()
     random_text, lines, earned = random.Random(seed), list[str](), Earned(settings.reward == "sum")
-    with EnvironmentPool(settings, format_of(tokenizer.chat_template)) as pool:
+    tool_format = format_of(tokenizer.chat_template)
+    with EnvironmentPool(settings, tool_format) as pool:
         description = pool.descriptions[""]
         tools = description.tools
         chat = Chat(tokenizer, DataConfig(), settings, tools)
@@ -99,7 +100,8 @@ def played(settings: EnvironmentConfig, model: str, row: PromptRow, seed: int) -
             play, first = pool.begin(seed, columns_of(row))
             lines += shown("prompt", chat.prompt(chat.opened(row, first.result().messages)), tokenizer)
             for turn in range(settings.max_turns):
-                text = _call(random_text, tools) if tools and turn < settings.max_turns - 1 else _words(random_text)
+                calls = bool(tools) and turn < settings.max_turns - 1
+                text = _call(random_text, tools, tool_format) if calls else _words(random_text)
                 lines += shown("policy", [*tokenizer.encode(text), tokenizer.eos_ids[0]], tokenizer)
                 reply = pool.step(play, text).result()
                 earned.take(reply)
@@ -140,12 +142,12 @@ def _words(random_text: random.Random) -> str:
     return " ".join(random_text.choices(WORDS, k=random_text.randint(1, 3)))
 
 
-def _call(random_text: random.Random, tools: Sequence[dict[str, Any]]) -> str:
+def _call(random_text: random.Random, tools: Sequence[dict[str, Any]], tool_format: str) -> str:
     """A call of one of the tools, with random arguments of the right types."""
     function = random_text.choice(tools)["function"]
     properties = function["parameters"]["properties"]
     arguments = {name: _value(random_text, rule) for name, rule in properties.items()}
-    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': arguments})}</tool_call>"
+    return EXAMPLES[tool_format].format(json.dumps({"name": function["name"], "arguments": arguments}))
 
 
 def _value(random_text: random.Random, rule: dict[str, Any]) -> Any:

@@ -41,7 +41,7 @@ from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.parts import COMPILED, Run, open_run
 from dapo_jax.tools.replay_batch import from_kept_batch
 from dapo_jax.tools.replay_comparison import Replay
-from dapo_jax.tools.replay_group import Group, UpdateWatch, group_table, groups_by_number
+from dapo_jax.tools.replay_group import Group, UpdateWatch, check_group, group_table, groups_by_number
 from dapo_jax.tools.replay_plan import Plan, planned
 from dapo_jax.tools.report.report import report
 from dapo_jax.training.loop import conclude_step, next_batch
@@ -87,6 +87,9 @@ def carried_out(plan: Plan, group: int | None = None) -> Replay:
     Raises:
         InputError: the run's files do not allow it, or the step has no such group.
     """
+    if group is not None and not plan.from_batch and (row := plan.rows.get(plan.step)):
+        judged = sum(row.get(f"dynamic_sampling/{name}", 0.0) for name in ("num_evaluated_prompts", "num_carried_in"))
+        check_group(group, int(judged))
     reserve_gpu_memory(plan.config.trainer.gpu_memory_fraction)
     with tempfile.TemporaryDirectory(prefix="dapo_jax_replay_") as folder:
         copied = {judge_folder(str(plan.run)): judge_folder(folder), plan.run / COMPILED: Path(folder, COMPILED)}
@@ -154,7 +157,9 @@ class _Replaying:
         with RunRecords(run.config.workdir, run.config.trainer, resume_step=None, on_step=on_step) as records:
             while True:
                 if state.progress.unrecorded is not None:
-                    state = conclude_step(run, self._checkpoints, records, state)
+                    row = self._plan.rows.get(state.progress.step)  # the last step of a run that was extended
+                    evaluates = None if row is None else any(name.startswith("eval/") for name in row)
+                    state = conclude_step(run, self._checkpoints, records, state, evaluates=evaluates)
                 if sampled is not None:
                     yield state, sampled
                 if state.progress.step == self._plan.step:

@@ -104,6 +104,12 @@ class UpdateWatch:
         return {"loss": loss, "clipped": f"{count:g}"}
 
 
+def check_group(number: int, count: int) -> None:
+    """InputError if none of so many groups has this number."""
+    if not 1 <= number <= count:
+        raise InputError(f"--group={number} must be a group of the step: 1 to {count}")
+
+
 def group_table(
     groups: Sequence[Group],
     number: int,
@@ -124,8 +130,7 @@ def group_table(
     Raises:
         InputError: there is no such group.
     """
-    if not 1 <= number <= len(groups):
-        raise InputError(f"--group={number} must be a group of the step: 1 to {len(groups)}")
+    check_group(number, len(groups))
     group, rows = groups[number - 1], []
     experience, index = group.experience, group.index
     own = int(experience.numbers[index])

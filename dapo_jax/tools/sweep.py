@@ -31,7 +31,8 @@ from dapo_jax.tools.report.numbers import duration
 from dapo_jax.tools.report.read import SWEEP, read_run
 from dapo_jax.tools.report.report import report
 
-FINISHED = "finished"  # file in the workdir of a finished run
+FINISHED = "finished"  # file in the workdir of a finished run, with its TOTAL
+TOTAL = "trainer.total_training_steps"
 # A comma between two options: not within brackets, and before an even number of quotes.
 _COMMA = re.compile(r""",(?=[\w.-]+=)(?![^(\[{]*[)\]}])(?=(?:[^"]*"[^"]*")*[^"]*$)""")
 # What a run adds to a name in its config.json: the commit on the hub, the checkpoint of another run.
@@ -91,7 +92,8 @@ def _check_folder(workdir: str, options: Mapping[str, Any]) -> None:
     for line in config_differences(workdir, options):
         key, _, values = line.partition(": ")
         before, _, given = values.partition(" -> ")  # absent: of an earlier version
-        same = key == "workdir" or before == "absent" or _PIN.sub("", before) == given.replace("/'", "'")
+        longer = key == TOTAL and int(given) >= int(before) >= 0
+        same = longer or key == "workdir" or before == "absent" or _PIN.sub("", before) == given.replace("/'", "'")
         changed += [] if same else [line]
     if changed:
         found = f"{workdir} holds a run of other options ({'; '.join(changed)})"
@@ -106,14 +108,15 @@ def sweep(runs: Sequence[Planned], output: Path) -> None:
     again = "rerun the same command to go on with this run; finished ones are passed over"
     for number, (arm, options, config) in enumerate(runs, start=1):
         workdir, start, run = Path(config.workdir), time.monotonic(), f"{arm}, seed {config.seed}"
-        if not (workdir / FINISHED).exists():
+        finished, total = workdir / FINISHED, config.trainer.total_training_steps
+        if not finished.exists() or int(finished.read_text() or total) < total:
             say(f"{number} of {len(runs)}: {run}: in {workdir}")
             if code := run_training(options, workdir, config.seed):
                 log = workdir / "train.log"
                 raise RuntimeError(f"{run} failed with exit code {code}, see above and {log}: correct it, then {again}")
             if left := steps_left(read_run("", config.workdir)):
                 raise RuntimeError(f"{run} was stopped with {left} steps left: {again}")
-            (workdir / FINISHED).touch()
+            finished.write_text(str(total))
         accuracies = points(read_metrics(workdir), None, "steps")[1]
         held_out = f"{accuracies[-1]:.3f}" if accuracies else "nothing"
         say(f"{number} of {len(runs)}: {run}: {held_out} held out, {duration(time.monotonic() - start)}")

@@ -175,14 +175,20 @@ def sum_up(run: Run, checkpoints: Checkpoints, progress: Progress) -> None:
         run.monitor.console.final_table(table, report=workdir)
 
 
-def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state: RunState) -> RunState:
-    """Evaluates, records and saves the step that was just trained, each if it is due."""
+def conclude_step(
+    run: Run, checkpoints: Checkpoints, records: RunRecords, state: RunState, *, evaluates: bool | None = None
+) -> RunState:
+    """Evaluates, records and saves the step that was just trained, each if it is due.
+
+    Args:
+        evaluates: whether it evaluates; None = if it is due.
+    """
     trainer, progress = run.config.trainer, state.progress
     step, total = progress.step, trainer.total_training_steps
     row = progress.unrecorded
     assert row is not None
     metrics, samples = dict(row["metrics"]), list(row["samples"])
-    evaluated = step == 0 or is_due(step, trainer.test_freq, total)
+    evaluated = step == 0 or is_due(step, trainer.test_freq, total) if evaluates is None else evaluates
     if evaluated:
         measured, texts, progress = measure(run, state)
         metrics, samples = metrics | measured, samples + texts

@@ -111,7 +111,12 @@ START = "from dapo_jax.config import default_config\ndef get_config():\n    c = 
         ("py", "seed = 1", "has no get_config"),
         ("py", "def get_config():\n    return {'seed': 1}", "returns {'seed': 1}"),
         ("py", f"{START}c.actor.optim.lr = 'fast'; return c", "line 3.*'lr'.*fast"),
-        ("py", f"{START}c.actor.optim.lrr = 1.0; return c", 'Did you mean "lr" instead of "lrr"'),
+        ("py", f"{START}c.actor.optim.lrr = 1.0; return c", "there is no key lrr in line 3; did you mean lr"),
+        (
+            "py",
+            f"{START}c.actor.lr = 1.0; return c",
+            "key lr in line 3; did you mean actor.optim.lr or critic",
+        ),
         ("yaml", "- 1", "holds list"),
         ("yaml", "", "holds NoneType"),
         ("yaml", "seed: [1", "is not YAML .*expected"),

@@ -1,9 +1,12 @@
 """Observations as tokens: the chat template's own text between two turns, which no policy token depends on."""
 
+import random
 import string
+import typing
 from pathlib import Path
 
 import pytest
+from environments.played import Desk
 
 from dapo_jax.config.sections import DataConfig, EnvironmentConfig
 from dapo_jax.data.chat_template import Conversation, render
@@ -12,6 +15,7 @@ from dapo_jax.data.tokenizer import character_tokenizer, piece_tokenizer
 from dapo_jax.environments.chat import Chat
 from dapo_jax.environments.episodes import told
 from dapo_jax.environments.protocol import Description
+from dapo_jax.environments.tool_formats import EXAMPLES, calls_in, misfit, schema
 from dapo_jax.errors import InputError
 from dapo_jax.tools import env_check
 
@@ -84,6 +88,20 @@ def test_what_the_environment_reads_of_a_turn_has_no_end_but_other_special_token
     chat = chat_of("chatml")
     turn = chat.tokenizer.encode("<|im_start|>up<|im_end|>")
     assert chat.text_of(turn) == "<|im_start|>up" and chat.text_of(turn[-1:]) == ""
+
+
+def listing(found: typing.List) -> str:  # noqa: UP006
+    """What is found."""
+    return str(found)
+
+
+@pytest.mark.parametrize("tool_format", EXAMPLES)
+def test_the_check_command_calls_tools_as_the_format_reads_them(tool_format):
+    """It wrote <tool_call> for models whose template teaches another form, and no tool was called."""
+    tool = schema("it", Desk.calculator, 1)
+    assert schema("it", listing)["function"]["parameters"]["properties"]["found"] == {"type": "array", "items": {}}
+    [call] = calls_in(env_check._call(random.Random(0), [tool], tool_format), tool_format)
+    assert call.name == "calculator" and not call.problem and not misfit(tool, call.arguments)
 
 
 def test_the_check_command_prints_who_wrote_each_token(capsys):

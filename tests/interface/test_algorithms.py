@@ -89,6 +89,8 @@ def test_the_losses_have_the_defaults_of_the_config():
     ("call", "message"),
     [
         (lambda: dx.keep_groups([1.0, 0.0]), "one row per prompt"),
+        (lambda: dx.keep_groups([[1.0, 0.0], [1.0]]), "scores must be numbers, as many for each prompt"),
+        (lambda: dx.keep_groups([[None, 1.0]]), "scores must be numbers"),
         (lambda: dx.keep_groups([[1.0]], rules="std"), "unknown options rules"),
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gae"), "must be one of grpo"),
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="maxrl"), "must be one of grpo"),

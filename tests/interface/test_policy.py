@@ -103,6 +103,10 @@ def test_what_does_not_fit_is_refused(policy):
     ):
         with pytest.raises(dx.InputError, match=message):
             policy.step(given, rewards)
+    with pytest.raises(dx.InputError, match="step takes the samples of generate, not list"):
+        policy.step(["3"], np.ones((1, 4)))
+    with pytest.raises(dx.InputError, match="there is no group 7 among 2: choose from 0 to 1"):
+        samples.select([0, 7])
     values = np.ones((2, 4))
     for arguments, message in (
         ({}, "give one of the two"),
@@ -158,6 +162,8 @@ def test_groups_and_advantages_may_be_given(config):
             samples = policy.generate(SUMS)
             policy.step(samples, **values(np.array([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])))
             found.append(policy.logprobs(samples))
+    with pytest.raises(dx.InputError, match="the policy has been closed"):
+        policy.generate(SUMS)
     for same in found[1:4]:
         np.testing.assert_allclose(same, found[0], atol=1e-5)
     assert np.abs(found[4] - found[0]).max() > 1e-3  # other groups

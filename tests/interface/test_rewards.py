@@ -56,6 +56,8 @@ def test_several_functions_have_names_and_weights(config):
 
     named = with_reward(config, [reward_1, score, lambda text: 0.0])
     assert list(json.loads(named.reward.functions)) == ["reward_1", "reward_2", "reward_3"]
+    with pytest.raises(dx.InputError, match="'brief': the weight 'half' must be a number"):
+        with_reward(config, {"brief": (short, "half")})
     with pytest.raises(dx.InputError, match="holds no function"):
         with_reward(config, [])
     with pytest.raises(dx.InputError, match="must be a function"):

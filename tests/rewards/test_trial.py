@@ -37,6 +37,13 @@ def test_a_function_that_works_gives_its_verdicts(tried, caplog):
     assert not caplog.records
 
 
+def test_a_function_that_gives_all_the_same_score_is_warned_of(tried, caplog):
+    """Such as one that compares text with a number: its run found no group after all rounds, and blamed the data."""
+    assert len(tried("float(solution == 7)")) == 8
+    [record] = caplog.records
+    assert "gives 0 to all 8 trial responses for a.jsonl row 1" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("result", "found"),
     [

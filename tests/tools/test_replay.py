@@ -98,6 +98,24 @@ def test_what_cannot_be_computed_again_is_refused_in_one_line(whole, tmp_path, c
     assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_group_that_is_not_there_is_refused_before_the_steps_are_computed(whole, monkeypatch):
+    monkeypatch.setattr(module, "open_run", lambda *given, **options: pytest.fail("it has begun"))
+    with pytest.raises(InputError, match=r"--group=500 must be a group of the step: 1 to \d+$"):
+        module.carried_out(module.planned(whole[0], 4, None, ()), 500)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_extended_is_evaluated_where_it_was(tmp_path):
+    """Its former last step was evaluated, and would not be now: an alarm was said to differ."""
+    train(small_config(tmp_path, **{**SAVED, "trainer.test_freq": 2, "trainer.total_training_steps": 3}))
+    train(small_config(tmp_path, **{**SAVED, "trainer.test_freq": 2, "trainer.total_training_steps": 4}))
+    for folder in (tmp_path / "checkpoints").iterdir():
+        if folder.name in ("1", "2", "3"):
+            shutil.rmtree(folder)
+    found = dx.replay(tmp_path, 4)
+    assert found.equal and found.counts["other metrics"] > 4, str(found)
+
+
 def test_the_plan_says_what_may_explain_a_difference(whole, tmp_path):
     folder = copied(whole[0], tmp_path, step=2)
     assert module.planned(folder, 4, None, ()).tolerance == 0 and not module.planned(folder, 2, None, ()).notes

@@ -68,6 +68,9 @@ def test_each_arm_is_trained_with_each_seed_once_and_compared(trained, tmp_path,
     ]
     cli.main(["sweep", *OPTIONS, *words, "--seeds", "0", "3"])
     assert trained.runs[8:] == ["base 3", "slow 3"]
+    longer = ["--arm", "base", "--output", str(output), "--seeds", "3", "trainer.total_training_steps=6"]
+    fails(capsys, 1, *longer)  # the stand-in stops after four steps
+    assert trained.runs[10:] == ["base 3"]
 
 
 @pytest.mark.parametrize(
