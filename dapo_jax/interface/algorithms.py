@@ -14,6 +14,7 @@ from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.aggregation import token_weights, weighted_sum
 from dapo_jax.algorithms.arguments import chosen, needs, required
 from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.config.bounds import bounds_of
 from dapo_jax.config.sections import ActorConfig, AlgorithmConfig, FilterGroupsConfig
 from dapo_jax.dynamic_sampling import group_filter
 from dapo_jax.errors import InputError
@@ -97,6 +98,7 @@ def policy_loss(
     known = [name for name in loss_options(ActorConfig()) if needs(function, name)]
     if unknown := set(options) - set(known):
         raise InputError(f"loss={loss!r} has no {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
+    _check_bounds(ActorConfig, options)
     given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "group_ids": group_ids}
     arrays = {name: jnp.asarray(values) for name, values in given.items() if values is not None}
     shapes = {"advantages": (mask.shape, mask.shape[:1]), "group_ids": (mask.shape[:1],)}
@@ -136,4 +138,13 @@ def _options(section: Any, given: Mapping[str, Any]) -> Any:
     unknown = set(given) - set(vars(section()))
     if unknown:
         raise InputError(f"unknown options {', '.join(sorted(unknown))}: docs/configuration.md lists those there are")
+    _check_bounds(section, given)
     return section(**given)
+
+
+def _check_bounds(section: type, given: Mapping[str, Any]) -> None:
+    """InputError if a number breaks the rule of the option of its name in a section of the config."""
+    numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
+    for key, bound in bounds_of(section):
+        if (name := key.rpartition(".")[2]) in numbers and (problems := bound.problems(name, numbers[name])):
+            raise InputError(f"{problems[0]}: correct it")

@@ -92,6 +92,8 @@ def test_the_losses_have_the_defaults_of_the_config():
         (lambda: dx.keep_groups([[1.0, 0.0], [1.0]]), "scores must be numbers, as many for each prompt"),
         (lambda: dx.keep_groups([[None, 1.0]]), "scores must be numbers"),
         (lambda: dx.keep_groups([[1.0]], rules="std"), "unknown options rules"),
+        (lambda: dx.keep_groups([[1.0]], std_threshold=-1.0), "std_threshold=-1.0 must be 0 or more"),
+        (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, clip_ratio_high=-0.2), "clip_ratio_high=-0.2 must be"),
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gae"), "must be one of grpo"),
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="maxrl"), "must be one of grpo"),
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gdpo"), "must be one of grpo"),
