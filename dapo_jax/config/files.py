@@ -25,12 +25,12 @@ from dapo_jax.errors import InputError, did_you_mean
 _PACKAGE, _CHECKOUT = Path(__file__).parents[1:3]  # setup.py puts configs/ and scripts/launch/ into the package
 FOLDER = found if (found := _PACKAGE / "recipes").is_dir() else _CHECKOUT / "configs"
 LAUNCHERS = found if (found := _PACKAGE / "launchers").is_dir() else _CHECKOUT / "scripts" / "launch"
-_NO_KEY = re.compile(r'^[\'"]?Key "(\w+)" does not exist')  # how ml_collections refuses one
 SHAPES = FOLDER / "shapes"  # config.json of well-known models, which the preflight reads
 EXAMPLE = (
     "give a recipe (`dapo-jax configs` lists them), for example --config tiny, or a config file, for example --config "
     "mine.py or the config.json of a run"
 )
+_NO_KEY = re.compile(r'^[\'"]?Key "(\w+)" does not exist')  # how ml_collections refuses one
 
 
 def recipes() -> dict[str, str]:
@@ -92,7 +92,8 @@ def _run_python(path: str) -> ConfigDict:
             names = {key: key.rpartition(".")[2] for key in DEFAULTS}
             same = [key for key, name in names.items() if name == missing[1]]
             meant = f"did you mean {' or '.join(same)}?" if same else did_you_mean(missing[1], names.values())
-            raise InputError(f"{rule}, but there is no key {missing[1]}{where}; {meant} correct the file") from None
+            cure = f"{meant} correct the file".lstrip()
+            raise InputError(f"{rule}, but there is no key {missing[1]}{where}; {cure}") from None
         raise InputError(
             f"{rule}, but it fails{where} with {type(error).__name__}: {error}: correct the file"
         ) from error

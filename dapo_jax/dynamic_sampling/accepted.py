@@ -152,7 +152,6 @@ def _message(found: Found, kept: int) -> str:
         f"{found.evaluated} groups {counts['all_correct']} were all right, {counts['all_wrong']} all wrong, "
         f"{counts['other'] - unknown} {other}{failed and f' ({failed})'}. "
         f"Change one of these, then rerun: {first}, lower data.train_batch_size, or set {last}; or "
-        "change the difficulty of the data (or raise rollout.n), so that more groups hold both right and wrong answers"
-        + ", or correct the reward function"
-        * (counts["all_wrong"] == found.evaluated)
+        "change the difficulty of the data (or raise rollout.n), so that more groups hold both right and wrong "
+        f"answers{', or correct the reward function' * (counts['all_wrong'] == found.evaluated)}"
     )

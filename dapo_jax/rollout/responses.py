@@ -85,9 +85,8 @@ class Responses:
             self.tokens[:], self.mask[:], self.logprobs[:] = begun.responses, begun.mask, begun.logprobs
             self.by_policy[:] = begun.mask & (True if begun.by_policy is None else begun.by_policy)
         given = self.mask & ~self.by_policy
-        self.is_mixed = bool(given.any())  # an environment has written some token
         last = shape[1] - np.argmax(given[:, ::-1], axis=1)
-        self.turns = np.where(given.any(axis=1), last, 0)  # [B] where the policy's newest begins
+        self.turns = np.where(given.any(axis=1), last, 0)  # [B] where the newest begins; 0 = all is the policy's
         self.begun: np.ndarray = self.mask.sum(axis=1)  # [B] tokens
         self.lengths = self.begun.copy()  # [B] tokens so far
         self.turn_length = turn_length or settings.max_response_length
@@ -151,7 +150,7 @@ class Responses:
                 "wait for them"
             )
         new = slice(known, known + len(tokens))
-        self.tokens[row, new], self.mask[row, new], self.is_mixed = tokens, True, True
+        self.tokens[row, new], self.mask[row, new] = tokens, True
         self.lengths[row] = self.turns[row] = new.stop
         self.parked[row], self.ends[row] = False, min(new.stop + self.turn_length, limit)
 
@@ -181,7 +180,7 @@ class Responses:
 
     def rollout(self) -> Rollout:
         """The responses so far; their experts are not known before they end."""
-        by_policy = self.by_policy if self.is_mixed else None
+        by_policy = self.by_policy if self.turns.any() else None
         return Rollout(self.tokens, self.mask, self.logprobs, self.complete, by_policy)
 
 

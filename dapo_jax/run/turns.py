@@ -71,7 +71,7 @@ class Episodes:
         turns = [answered_turns(begun, row) for row in range(count)]
         [replies] = exchanged([self._begun(rows, turns, held_out)], self.check)
         opened = zip(self._chats[::num_samples], rows, self._first(replies)[::num_samples], strict=True)
-        # What is asked: rows with what the environment says first
+        # Rows as they are asked: with what the environment says first.
         self.rows = verification.rows = [chat.opened(row, first.messages) for chat, row, first in opened]
         self.prompts = [self._prompt(*one) for one in zip(rows, tokens, self.rows, strict=True)]
         if begun is not None:

@@ -157,7 +157,8 @@ class _Replaying:
         with RunRecords(run.config.workdir, run.config.trainer, resume_step=None, on_step=on_step) as records:
             while True:
                 if state.progress.unrecorded is not None:
-                    row = self._plan.rows.get(state.progress.step)  # the last step of a run that was extended
+                    # As the run did: also after its last step, if it was extended later.
+                    row = self._plan.rows.get(state.progress.step)
                     evaluates = None if row is None else any(name.startswith("eval/") for name in row)
                     state = conclude_step(run, self._checkpoints, records, state, evaluates=evaluates)
                 if sampled is not None:

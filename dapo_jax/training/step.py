@@ -86,6 +86,9 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
         kl_coef: of the KL divergence in the reward.
     """
     config, groups, order = run.config, run.config.algorithm.filter_groups, run.problems.order
+    if stream.carried is not None and stream.carried.kl is not None:  # rewarded by an earlier step's coefficient
+        carried = less_divergence(stream.carried, run.learner.batching.rounding, kl_coef)
+        stream = dataclasses.replace(stream, carried=carried)
     found = Found(
         stream,
         PromptSource(order.row, order.num_rows, groups.skip_uniform, config.data.curriculum, config.seed),
@@ -101,11 +104,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
         filter_log.log_start()
     judged = functools.partial(judge, run, lowest=stream.lowest, kl_coef=kl_coef)
     with jax.set_mesh(run.sampler.mesh):
-        accepted = accumulate(open_rollout(run, weights, found, version), judged, found)
-    if accepted.experience is None or accepted.experience.kl is None:
-        return accepted
-    groups = less_divergence(accepted.experience, run.learner.batching.rounding, kl_coef)  # also those carried here
-    return dataclasses.replace(accepted, experience=groups)
+        return accumulate(open_rollout(run, weights, found, version), judged, found)
 
 
 def accumulate(rollout: GroupRollout, judged: Callable[[Experience], Round], found: Found) -> Accepted:
