@@ -16,6 +16,7 @@ from test_problems import write_rows
 from dapo_jax.command import command_line
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import EnvironmentConfig
 from dapo_jax.config.values import flat, with_values
 from dapo_jax.evaluate.evaluate import as_in_the_run, bench, main, open_policy, table
 from dapo_jax.monitor.recipe import Recipe, write_config
@@ -87,6 +88,9 @@ def test_a_run_is_measured_with_its_own_lengths_and_sampling(tmp_path):
     of_training = {"rollout.min_response_length": 4, "reward.overlong_buffer.enable": True}
     longer = with_values(given, of_training | {"data.max_response_length": 300})
     validate(as_in_the_run(longer, (), checkpoints=False)[0], training=False)
+    recorded_run(tmp_path / "run", 1, **theirs, **{"environment.path": "lake.py:Lake", "environment.max_turns": 3})
+    config, [line] = as_in_the_run(given, {"environment.path"}, checkpoints=False)  # "": as one turn
+    assert config.environment == EnvironmentConfig() and "environment" not in line
 
 
 def test_the_run_in_the_workdir_is_measured_where_its_checkpoints_are_asked_for(tmp_path):

@@ -1,5 +1,7 @@
 """Options together: each combination is refused with its reason, or trains alike however the run is cut and divided.
 
+A step of it that is computed again (docs/reliability.md) is equal to the bit.
+
 Where a token's ratio lies at the bound of the clip, or two tokens tie for a place among the highest, rounding decides
 which is trained on, and two meshes may part. That such a run is one is shown, not assumed: on one device, weights that
 differ by rounding part from it too. The combination must then pass with another seed. A mesh that loses part of a sum
@@ -26,8 +28,11 @@ import small_run
 import yaml
 from config_problems import off_and_on
 from ends_within import ends_within
+from environments import played
+from judge_server import Answer, judge_server
 from reward_model_files import write_reward_model
 from shapes import SMALL
+from small_families import with_tokenizer
 from small_run import (
     DAMPED,
     assert_same_checkpoint,
@@ -35,7 +40,6 @@ from small_run import (
     copied,
     own_function,
     rounding_decides,
-    rows_without_clock,
     small_config,
     sums,
 )
@@ -46,9 +50,12 @@ from dapo_jax.config.values import DEFAULTS
 from dapo_jax.errors import InputError
 from dapo_jax.learner import update
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import meshes
 from dapo_jax.run.base_models import read_architecture_of
+from dapo_jax.tools.replay import replay
+from dapo_jax.tools.replay_comparison import NOT_COMPARED
 from dapo_jax.training.loop import train
 
 TABLE = yaml.safe_load(Path(__file__).with_name("option_combinations.yaml").read_text())
@@ -87,10 +94,24 @@ def places(tmp_path_factory, whole):
     (files / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(7, 8)))
     write_reward_model(files / "reward")
     own_function(
-        files, "return {'score': 2.0 * (ground_truth in solution) - 1, 'acc': float(ground_truth in solution)}"
-    )
+        files, "return {'score': len(solution) % 3 - 1.0, 'acc': float(ground_truth in solution or len(solution) % 2)}"
+    )  # which finds some answers of a random model right
+    for value in VALUES["model.path"]:
+        if (family := value.removeprefix("{families}/")) != value:
+            with_tokenizer(family, files / "families")
     of_models = {"models/teacher": str(whole[0]), "models/reward": str(files / "reward")}
-    return {"{run}": str(whole[0]), "{files}": str(files), "a.parquet": str(files / "rows.jsonl"), **of_models}
+    of_models |= {"{run}": str(whole[0]), "{families}": str(files / "families")}
+    of_environments = {"lake.py:Lake": f"{played.__file__}:Sums", "lake.py": played.__file__}
+    return {"{files}": str(files), "a.parquet": str(files / "rows.jsonl"), **of_models, **of_environments}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def judge():
+    """A judge that says the same of a text each time."""
+    with judge_server() as server:
+        server.base_url = "http://localhost:8000/v1"
+        server.rule = lambda prompt: Answer(f"Score: {sum(map(len, prompt.split())) % 6}")
+        yield server
 
 
 @pytest.mark.slow
@@ -115,7 +136,7 @@ def test_options_that_are_accepted_together_train_alike_cut_and_divided(number, 
 def check(
     changes: dict[str, Any], division: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AssertionError | None:
-    """A run ends well or is refused; another that is cut, and one that is divided, are equal to it.
+    """A run ends well or is refused; its replay, another that is cut, and one that is divided, are equal to it.
 
     Returns how the latter differs if it may, as rounding decides in this run.
     """
@@ -125,13 +146,15 @@ def check(
     except InputError as refusal:
         print(refusal)
         return None
-    rows, params = rows_without_clock(folder / "whole"), jax.device_get(models.actor.params)
+    rows, params = rows_of(folder / "whole"), jax.device_get(models.actor.params)
     assert [row["step"] for row in rows][-3:] == [1, 2, 3]
     assert [(row["step"], name) for row in rows for name, value in row.items() if not math.isfinite(value)] == []
+    found = replay(folder / "whole", 2, tolerance=0.0)
+    assert found.equal, str(found)
 
     stopped = copied(folder / "whole", folder / "stopped", step=1)
     assert_same_policy(run(stopped, changes), params)
-    assert rows_without_clock(stopped) == rows
+    assert rows_of(stopped) == rows
     assert_same_checkpoint(stopped, folder / "whole")
 
     monkeypatch.undo()
@@ -155,7 +178,7 @@ def check(
 def assert_trains_alike(folder: Path, changes: dict[str, Any], params: Any, rows: list[dict[str, float]]) -> None:
     """A run has these parameters and rows, up to rounding."""
     assert_same_policy(run(folder, changes), params, tolerance=2e-4)
-    assert_alike(rows_without_clock(folder), rows, apart_from=[*OF_LAYOUT, *(GIVEN_UP if streams(changes) else ())])
+    assert_alike(rows_of(folder), rows, apart_from=[*OF_LAYOUT, *(GIVEN_UP if streams(changes) else ())])
 
 
 def drawn(dice: random.Random, places: dict[str, str]) -> dict[str, Any]:
@@ -176,7 +199,8 @@ def with_needs(key: str, value: Any) -> dict[str, Any]:
     """The options with which a run reads `key`."""
     needed = NEEDS.get(f"{key}={value}", NEEDS.get(key, {}))
     for condition in READS.get(key, ()):
-        needed = off_and_on(condition.setting)[1] | needed
+        read = off_and_on(condition.setting)[1]
+        needed = {name: value for one in read for name, value in NEEDS.get(one, {}).items()} | read | needed
     return {name: one for name, one in needed.items() if DEFAULTS[name] != one}
 
 
@@ -188,6 +212,14 @@ def in_place(value: Any, places: dict[str, str]) -> Any:
         for name, place in places.items():
             value = value.replace(name, place)
     return value
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    """Metrics, without those of the clock and of what a judge was asked before."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)}
+        for row in read_metrics(folder)
+    ]
 
 
 def run(folder: Path, changes: dict[str, Any]) -> Models:

@@ -29,6 +29,7 @@ MEASURED = "problems to evaluate on (data.val_files, num_heldout of a generated 
 NAMED = {  # conditions that READS names in capitals, in words
     "ALIAS": "dapo_jax.config.freeze, which carries out the names of other trainers",
     "BEST": f"trainer.best_metric, or {MEASURED}",
+    "CONSOLE": "'console' in trainer.logger",
     "ENVIRONMENT": "environment.path or environment.tools",
     "FILES": "data.task=files or evaluate.tasks",
     "FORMAT": "the verifier format in reward.function or functions",
@@ -51,6 +52,7 @@ IDLE = {  # values that ask for what happens without the setting
     "actor.kl_loss_coef": 0,
     "trainer.test_freq": -1,
     "trainer.keep_best_ckpt": 0,
+    "monitor.console": "quiet",
 }
 
 
@@ -74,6 +76,7 @@ def _named(config: Config) -> dict[str, bool]:
     return {
         "ALIAS": False,
         "BEST": bool(trainer.best_metric or sets),
+        "CONSOLE": "console" in trainer.logger,
         "ENVIRONMENT": plays_episodes(config.environment),
         "FILES": data.task == "files" or any(task.files for task in sets),
         "FORMAT": verifiers is None or "format" in verifiers,

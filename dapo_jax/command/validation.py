@@ -34,7 +34,6 @@ from dapo_jax.config.sections import (
     DataConfig,
     EvaluateConfig,
     ModelConfig,
-    MonitorConfig,
     ReferenceConfig,
     RolloutConfig,
     TrainerConfig,
@@ -126,7 +125,7 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     yield from _data_problems(data, training)
     yield from batch_rules.rollout_problems(rollout)
     yield from batch_rules.segment_problems(rollout, algorithm.filter_groups, actor, data)
-    yield from _trainer_problems(trainer, config.monitor)
+    yield from _trainer_problems(trainer)
     if trainer.rollout_ahead:
         yield from batch_rules.ahead_problems(algorithm, actor, config.mesh)
     yield from algorithm_rules.loss_problems(actor, algorithm)
@@ -211,7 +210,7 @@ def _data_problems(data: DataConfig, training: bool) -> Iterator[str]:
     )
 
 
-def _trainer_problems(trainer: TrainerConfig, monitor: MonitorConfig) -> Iterator[str]:
+def _trainer_problems(trainer: TrainerConfig) -> Iterator[str]:
     profiled, last = trainer.profile_steps, trainer.total_training_steps
     if last == -1 and trainer.total_epochs is None:
         yield "trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them"
@@ -223,8 +222,6 @@ def _trainer_problems(trainer: TrainerConfig, monitor: MonitorConfig) -> Iterato
     logger = trainer.logger
     if not {*filterfalse(is_own, logger)} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
         yield f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)} or FILE.py:Class, each once"
-    if "console" not in logger and monitor.console not in ("steps", "quiet"):
-        yield f"monitor.console={monitor.console} needs 'console' in trainer.logger={logger}: add it"
     if trainer.deterministic == "on" and ORDERED in trainer.compiler_options:
         yield f"trainer.compiler_options has {ORDERED}, which trainer.deterministic=on sets: leave one of them out"
     yield from _object_problems(

@@ -655,6 +655,7 @@ class MonitorConfig:
     READS = {
         "algorithm.filter_groups.enable": "filter_log",
         "watchdog_minutes": "watchdog_ends",
+        "CONSOLE": "console",
         "MEASURED": "alarms.heldout_drop detailed_stats",
     }
 

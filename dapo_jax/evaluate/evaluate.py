@@ -22,6 +22,7 @@ import numpy as np
 
 from dapo_jax.command.command_line import command
 from dapo_jax.command.help import command_parser
+from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.command.output_directory import is_written, new_output, output_directory
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir
@@ -202,9 +203,11 @@ def as_in_the_run(config: Config, chosen: Collection[str], *, checkpoints: bool)
     taken = {key: theirs[key] for key in OF_THE_RUN if key not in chosen and theirs[key] != given[key]}
     if not taken:
         return config, ()
-    changes = ", ".join(f"{key}={value} (not {given[key]})" for key, value in taken.items())
+    measured = without_switched_off(config, with_values(config, taken), chosen)
+    kept = flat(measured)
+    changes = ", ".join(f"{key}={kept[key]} (not {given[key]})" for key in taken if kept[key] != given[key])
     line = f"as in the run {trained.config.workdir}: {changes}; --config.KEY=VALUE chooses another value"
-    return with_values(config, taken), (line,)
+    return measured, (line,)
 
 
 def _writer(tokenizer: Tokenizer, output: Path, known: dict[str, Any]) -> Receive:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.places import copy_of, is_address
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
@@ -27,7 +26,7 @@ def with_rows(config: Config, data: Rows | None, eval_data: Rows | None) -> Conf
         raise InputError(f"eval_data goes with prompt files, not with data.task={config.data.task}: give data as well")
     if eval_data is not None:
         values["data.val_files"] = (rows_file(config.workdir, "eval_data", eval_data),)
-    return without_switched_off(config, with_values(config, values), values)
+    return with_values(config, values)
 
 
 def rows_file(workdir: str, name: str, rows: Rows) -> str:

@@ -110,12 +110,12 @@ def train(
         RuntimeError: the run cannot continue, for example because too few groups pass the filter.
     """
     of_model = isinstance(config, str) and names_model(config)
-    frozen = with_changes(config_of_model(str(config)) if of_model else config, options)
+    frozen = base = with_changes(config_of_model(str(config)) if of_model else config, options)
     if data is not None or eval_data is not None:
         frozen = with_rows(frozen, data, eval_data)
     if reward is not None:
         frozen = with_values(frozen, reward_options(reward))
-    frozen = with_environment(frozen, environment, tools)
+    frozen = without_switched_off(base, with_environment(frozen, environment, tools), options)
     reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)
     with processes_of(frozen.trainer):
         try:

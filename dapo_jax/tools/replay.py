@@ -24,6 +24,7 @@ from typing import Any
 
 from dapo_jax.command.command_line import refusals
 from dapo_jax.command.help import command_parser
+from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir, judge_folder
 from dapo_jax.config.values import with_values
@@ -105,7 +106,7 @@ def carried_out(plan: Plan, group: int | None = None) -> Replay:
             "trainer.keep_batches": str(plan.step) if batch_file(plan.run / FOLDER, plan.step).is_file() else "",
         }
         alone = {"trainer.coordinator": "", "trainer.num_processes": 1, "trainer.process_id": -1}
-        config = with_values(plan.config, own | alone)
+        config = without_switched_off(plan.config, with_values(plan.config, own | alone), ())
         validate(config)
         if plan.from_batch:
             with open_workdir(folder, detailed=False):

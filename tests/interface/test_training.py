@@ -9,6 +9,9 @@ from small_families import with_tokenizer
 from small_run import small_config
 
 import dapo_jax as dx
+from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import ArithmeticConfig, EnvironmentConfig, JudgeConfig
+from dapo_jax.training import loop as training
 
 
 @pytest.mark.slow
@@ -26,3 +29,20 @@ def test_a_result_exports_the_adapters_of_its_run(tmp_path):
     with result.policy() as policy, pytest.raises(dx.InputError, match="is a run with weights of its own"):
         policy.export(tmp_path / "none", adapter=True)
     assert not (tmp_path / "none").exists()
+
+
+def test_options_of_what_an_argument_replaces_get_their_defaults(tmp_path, monkeypatch):
+    """As on the command line: those of a verifier, of an environment, and of a task."""
+    trained = []
+    monkeypatch.setattr(training, "train", lambda config, on_step: trained.append(config))
+    judge = {"reward.function": "judge", "reward.judge.base_url": "http://a/v1", "reward.judge.model": "m"}
+    recipe = dx.load_config("tiny", {"workdir": str(tmp_path), **judge, "environment.max_turns": 3})
+    recipe.environment.path = "lake.py:Lake"
+    dx.train(recipe, reward=len, environment="", data=[{"prompt": "1 + 1 =", "answer": "2"}])
+    [config] = trained
+    validate(config)
+    assert config.reward.judge == JudgeConfig() and config.environment == EnvironmentConfig()
+    assert config.data.arithmetic == ArithmeticConfig()
+    dx.train(recipe, reward=len, **{"reward.judge.model": "n"})
+    with pytest.raises(dx.InputError, match="reward.judge.model='n' is not read"):
+        validate(trained[-1])

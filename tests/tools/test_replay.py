@@ -106,9 +106,16 @@ def test_a_group_that_is_not_there_is_refused_before_the_steps_are_computed(whol
 
 @pytest.mark.slow
 def test_a_run_that_was_extended_is_evaluated_where_it_was(tmp_path):
-    """Its former last step was evaluated, and would not be now: an alarm was said to differ."""
+    """Its former last step was evaluated, and would not be now: an alarm was said to differ.
+
+    What only a console or a tracker reads is not in the way of a replay, which has neither.
+    """
     train(small_config(tmp_path, **{**SAVED, "trainer.test_freq": 2, "trainer.total_training_steps": 3}))
     train(small_config(tmp_path, **{**SAVED, "trainer.test_freq": 2, "trainer.total_training_steps": 4}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["monitor"]["console"], config["trainer"]["project_name"] = "json", "sums"
+    config["trainer"]["logger"] = ["console", "wandb"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     for folder in (tmp_path / "checkpoints").iterdir():
         if folder.name in ("1", "2", "3"):
             shutil.rmtree(folder)
