@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Draws combinations of three to eight options and checks that each is refused with its reason, or trains alike whatever
-# stops or divides the run (tests/test_option_combinations.py). CI tries twelve, other ones for each commit.
+# stops or divides the run (tests/test_option_combinations.py). CI tries nine, other ones for each commit.
 #
 #   bash scripts/test_combinations.sh [COUNT [SEED]]       200 unless given; a new seed each day
 set -euo pipefail

@@ -80,7 +80,7 @@ LAYOUTS = (  # on eight devices
 )
 LIMIT_S = 300  # of a combination, which takes some five seconds
 SEEDS = 3  # with which a combination is tried, until rounding decides nothing
-COUNT, SEED = map(int, os.environ.get("OPTION_COMBINATIONS", "12:0").split(":"))
+COUNT, SEED = map(int, os.environ.get("OPTION_COMBINATIONS", "9:0").split(":"))
 if "OPTION_COMBINATIONS" not in os.environ:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     SEED = int(commit.stdout[:8] or "0", 16)

@@ -317,7 +317,8 @@ class Policy:
 
 def _without_data(config: Config) -> Config:
     """`config` without what the caller has: prompts, rewards and the filter."""
-    algorithm = dataclasses.replace(config.algorithm, filter_groups=FilterGroupsConfig())
+    enable = config.algorithm.filter_groups.enable  # as it was: other options go with it
+    algorithm = dataclasses.replace(config.algorithm, filter_groups=FilterGroupsConfig(enable=enable))
     config = dataclasses.replace(config, reward=RewardConfig(), environment=EnvironmentConfig(), algorithm=algorithm)
     if config.data.task == "files" and not config.data.train_files:
         return with_values(config, {"data.task": "arithmetic"})

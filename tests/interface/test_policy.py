@@ -178,6 +178,16 @@ def test_a_schedule_that_has_ended_is_refused():
         assert policy.steps == 2 and policy.step(samples, rewards, learning_rate=1e-3)["actor/lr"] == 1e-3
 
 
+@pytest.mark.slow
+def test_a_teacher_alone_may_train_a_policy():
+    """Without the filter, which such a run may not have."""
+    teacher = {"algorithm.distillation.path": "random", "algorithm.distillation.use_task_rewards": False}
+    changes = CHANGES | teacher | {"algorithm.filter_groups.enable": False}
+    with dx.Policy(dx.load_config(str(RECIPE), changes)) as policy:
+        metrics = policy.step(policy.generate(SUMS), np.zeros((2, 4)))
+    assert metrics["actor/grad_norm"] > 0
+
+
 def test_configs_come_from_recipes_files_and_changes(tmp_path):
     config = dx.load_config("tiny", {"model.path": "elsewhere"})
     assert config.model.random.initializer_range == 0.02  # the recipe's belongs to its random model
