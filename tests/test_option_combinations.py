@@ -101,7 +101,7 @@ def places(tmp_path_factory, whole):
             with_tokenizer(family, files / "families")
     of_models = {"models/teacher": str(whole[0]), "models/reward": str(files / "reward")}
     of_models |= {"{run}": str(whole[0]), "{families}": str(files / "families")}
-    of_environments = {"lake.py:Lake": f"{played.__file__}:Sums", "lake.py": played.__file__}
+    of_environments = {"lake.py:Lake": f"{played.__file__}:Parity", "lake.py": played.__file__}
     return {"{files}": str(files), "a.parquet": str(files / "rows.jsonl"), **of_models, **of_environments}
 
 
@@ -189,6 +189,8 @@ def drawn(dice: random.Random, places: dict[str, str]) -> dict[str, Any]:
         key = dice.choice(sorted(key for key in VALUES if key.rpartition(".")[0] == section))
         value = dice.choice(VALUES[key])
         changes = with_needs(key, value) | changes | {key: value}
+    if "environment.path" in changes:  # which gives the rewards
+        changes.pop("reward.function", None)
     changes = RECIPE | {key: in_place(value, places) for key, value in changes.items()}
     while idle := unread(small_config("", **changes)).keys() & changes:
         changes = {key: value for key, value in changes.items() if key not in idle}

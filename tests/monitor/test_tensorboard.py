@@ -1,6 +1,7 @@
 """Host: what TensorBoard is given: charts of metrics that exist, histograms, options; all at once on disk."""
 
 import json
+import math
 from contextlib import closing
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_starts_before_the_first_checkpoint_leave_the_next_one_a_name_of_its_own
 RUNS = {  # in the order of their starts: options unlike those of the first, keys of the command line, what is shown
     "first": ({}, [], {}),
     "same": ({}, [], {}),
-    "given": ({"path": "b"}, ["path", "workdir"], {"path": "b"}),
+    "given": ({"path": "b", "clip": math.inf}, ["path", "workdir", "clip"], {"path": "b", "clip": "Infinity"}),
     "other": ({"data.files": ("c",), "ask": False}, [], {"data.files": '["c"]', "ask": False, "path": "null"}),
 }
 NO_RUNS = {"broken": '{"seed": 1', "list": "[1]", "model": '{"vocab_size": 3}', "other/deep": '{"seed": 8}'}
