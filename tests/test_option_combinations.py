@@ -78,6 +78,7 @@ LAYOUTS = (  # on eight devices
     {"mesh.tensor": 2},
     {"mesh.fsdp": 4, "mesh.context": 2},
 )
+OF_EXPERTS = {"mesh.fsdp": 2, "mesh.expert": 2}
 LIMIT_S = 300  # of a combination, which takes some five seconds
 SEEDS = 3  # with which a combination is tried, until rounding decides nothing
 COUNT, SEED = map(int, os.environ.get("OPTION_COMBINATIONS", "9:0").split(":"))
@@ -229,9 +230,12 @@ def run(folder: Path, changes: dict[str, Any]) -> Models:
 
 
 def divisions(dice: random.Random, changes: dict[str, Any]) -> dict[str, Any]:
-    """Another mesh, size of passes, and number of rows at once."""
+    """Another mesh, size of passes, number of rows at once, and of processes that play episodes."""
     passes = {} if "actor.ppo_max_token_len_per_device" in changes else {"actor.ppo_micro_batch_size_per_device": 1}
-    return {**dice.choice(LAYOUTS), **passes, "rollout.max_num_seqs": 24}
+    workers = {"environment.num_workers": 3} if "environment.path" in changes else {}
+    experts = any(family in str(changes.get("model.path")) for family in ("families/gpt_oss", "_moe"))
+    layouts = [*LAYOUTS, OF_EXPERTS] if experts else LAYOUTS
+    return {**dice.choice(layouts), **passes, **workers, "rollout.max_num_seqs": 24}
 
 
 def streams(changes: dict[str, Any]) -> bool:
