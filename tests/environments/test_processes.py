@@ -72,8 +72,10 @@ def test_two_processes_play_as_one_and_a_killed_run_resumes_to_the_bit(name, tmp
     steps, after = changes["trainer.total_training_steps"], 2 if "rollout.segment_length" in changes else 1
     checkpoint = str(tmp_path / "killed" / "checkpoints" / str(after))
     killed = KILLED.format(checkpoint=checkpoint, signal=int(signal.SIGKILL))
-    processes = [*in_two(tmp_path / "two", **changes), started(tmp_path / "one", **changes)]
-    *ended, last = run_together([*processes, started(tmp_path / "killed", code=killed, **changes)])
+    ended = run_together([started(tmp_path / "one", **changes)])  # which compiles for the one that is killed
+    processes = in_two(tmp_path / "two", **changes)
+    *further, last = run_together([*processes, started(tmp_path / "killed", code=killed, **changes)])
+    ended += further
     assert [one.code for one in ended] == [0] * 3, [one.errors[-3000:] for one in ended]
     assert last.code == -signal.SIGKILL and after <= max(saved(tmp_path / "killed")) < steps, last.errors[-3000:]
     [last] = run_together([started(tmp_path / "killed", **{**changes, "environment.num_workers": 1})])
