@@ -91,6 +91,7 @@ def test_a_run_is_measured_with_its_own_lengths_and_sampling(tmp_path):
     recorded_run(tmp_path / "run", 1, **theirs, **{"environment.path": "lake.py:Lake", "environment.max_turns": 3})
     config, [line] = as_in_the_run(given, {"environment.path"}, checkpoints=False)  # "": as one turn
     assert config.environment == EnvironmentConfig() and "environment" not in line
+    assert as_in_the_run(same, {"environment.path"}, checkpoints=False) == (same, ())
 
 
 def test_the_run_in_the_workdir_is_measured_where_its_checkpoints_are_asked_for(tmp_path):

@@ -40,6 +40,7 @@ from small_run import (
     copied,
     own_function,
     rounding_decides,
+    rows_without_clock,
     small_config,
     sums,
 )
@@ -50,12 +51,10 @@ from dapo_jax.config.values import DEFAULTS
 from dapo_jax.errors import InputError
 from dapo_jax.learner import update
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import meshes
 from dapo_jax.run.base_models import read_architecture_of
 from dapo_jax.tools.replay import replay
-from dapo_jax.tools.replay_comparison import NOT_COMPARED
 from dapo_jax.training.loop import train
 
 TABLE = yaml.safe_load(Path(__file__).with_name("option_combinations.yaml").read_text())
@@ -218,11 +217,9 @@ def in_place(value: Any, places: dict[str, str]) -> Any:
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
-    """Metrics, without those of the clock and of what a judge was asked before."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)}
-        for row in read_metrics(folder)
-    ]
+    """Metrics, without those of the clock and of what a judge was asked, which depends on what it was asked before."""
+    rows = rows_without_clock(folder)
+    return [{name: value for name, value in row.items() if not name.startswith("reward/judge/")} for row in rows]
 
 
 def run(folder: Path, changes: dict[str, Any]) -> Models:

@@ -200,12 +200,12 @@ def as_in_the_run(config: Config, chosen: Collection[str], *, checkpoints: bool)
         measured = f"model.path={config.model.path} is measured, not the run in workdir={config.workdir}"
         return config, (f"{measured}: --step or --all-steps measure its checkpoints",) if saved else ()
     given, theirs = flat(config), flat(trained.config)
-    taken = {key: theirs[key] for key in OF_THE_RUN if key not in chosen and theirs[key] != given[key]}
-    if not taken:
-        return config, ()
+    taken = {key: theirs[key] for key in OF_THE_RUN if key not in chosen}
     measured = without_switched_off(config, with_values(config, taken), chosen)
     kept = flat(measured)
     changes = ", ".join(f"{key}={kept[key]} (not {given[key]})" for key in taken if kept[key] != given[key])
+    if not changes:
+        return measured, ()
     line = f"as in the run {trained.config.workdir}: {changes}; --config.KEY=VALUE chooses another value"
     return measured, (line,)
 

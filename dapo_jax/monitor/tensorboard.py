@@ -1,7 +1,6 @@
 """Host: writes a run for TensorBoard: curves with an overview, histograms, responses, and options to compare."""
 
 import json
-import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -203,19 +202,15 @@ def _compared(config: Mapping[str, Any], folder: Path, given: Collection[str]) -
     others = []
     for path in folder.parent.glob("*/config.json"):
         with suppress(OSError, ValueError, RecursionError):  # unreadable, or no run's
-            found = json.loads(path.read_bytes())
+            found = json.loads(path.read_bytes(), parse_constant=str)
             others.append(traverse_util.flatten_dict(found, sep=".") if isinstance(found, dict) else {})
     named = {*_USUAL_OPTIONS, *given}
-    plain = json.loads(json.dumps(config))  # tuples become lists, as in the files
+    plain = json.loads(json.dumps(config), parse_constant=str)  # lists and "Infinity", as in the files
     return {
-        key: value if isinstance(value, bool | int | str) or _is_finite(value) else json.dumps(value)
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in plain.items()
         if key not in _OWN_OPTIONS and (key in named or any(other.get(key, value) != value for other in others))
     }
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
 
 
 def _tag(name: str) -> str:

@@ -49,6 +49,7 @@ RUNS = {  # in the order of their starts: options unlike those of the first, key
     "first": ({}, [], {}),
     "same": ({}, [], {}),
     "given": ({"path": "b", "clip": math.inf}, ["path", "workdir", "clip"], {"path": "b", "clip": "Infinity"}),
+    "again": ({"path": "b", "clip": math.inf}, [], {"path": "b"}),
     "other": ({"data.files": ("c",), "ask": False}, [], {"data.files": '["c"]', "ask": False, "path": "null"}),
 }
 NO_RUNS = {"broken": '{"seed": 1', "list": "[1]", "model": '{"vocab_size": 3}', "other/deep": '{"seed": 8}'}
