@@ -271,3 +271,5 @@ def test_gdpo_normalises_every_reward_of_the_config():
         config = small_config("unused", **parts, **more, **{"algorithm.adv_estimator": "gdpo"})
         found = settings.algorithm_settings(config.algorithm, config.reward)
         assert dict(zip(found.gdpo_reward_keys, found.gdpo_reward_weights, strict=True)) == expected
+    plain = dataclasses.replace(config.algorithm, norm_adv_by_std_in_grpo=False)  # numbers as they are in the reward
+    assert settings.algorithm_settings(plain, config.reward).gdpo_reward_weights == (3.0, 1.5, 2.0, 1.0, 1.0)

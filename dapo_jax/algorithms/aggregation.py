@@ -32,7 +32,7 @@ def token_weights(
 
     Args:
         mask: [B, R] bool, tokens to train on in a whole mini-batch.
-        group_ids: [B] int32, the prompt of each row; rows that hold a token have numbers less than B apart.
+        group_ids: [B] int32, the prompt of each row, any number.
         num_sequences: what the sequence modes divide by; None: the rows of `mask` that hold a token.
         scale_factor: the constant of seq-mean-token-sum-norm, in tokens.
 
@@ -51,7 +51,8 @@ def token_weights(
     if mode == "seq-mean-token-sum-norm":
         return per_sequence / scale_factor
     if mode == "group-token-mean":
-        segments, rows = group_ids - jnp.min(group_ids), mask.shape[0]
+        rows = mask.shape[0]
+        _, segments = jnp.unique(group_ids, return_inverse=True, size=rows)
         group_tokens = segment_sum(lengths, segments, rows)
         num_groups = jnp.sum(group_tokens > 0)
         return mask / jnp.maximum(group_tokens, 1)[segments][:, None] / jnp.maximum(num_groups, 1)

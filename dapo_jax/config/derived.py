@@ -85,12 +85,17 @@ def uses_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     return algorithm.use_kl_in_reward or actor.use_kl_loss
 
 
-def further_rewards(reward: RewardConfig) -> dict[str, float]:
-    """The names and weights of the rewards of a response that are added to its verifier's score."""
+def further_rewards(reward: RewardConfig, *, weighed: bool = False) -> dict[str, float]:
+    """The names and weights of the rewards of a response that are added to its verifier's score.
+
+    Args:
+        weighed: of the numbers themselves, of which those for lengths hold their weight.
+    """
     model, buffer, length = reward.model, reward.overlong_buffer, reward.length
     found = {"reward_model": model.weight} if model.path else {}
-    found |= {"overlong_reward": buffer.penalty_factor} if buffer.enable else {}
-    return found | ({"length_reward": abs(length.weight)} if length.form != "none" else {})  # its sign is in the number
+    found |= {"overlong_reward": 1.0 if weighed else buffer.penalty_factor} if buffer.enable else {}
+    of_length = 1.0 if weighed else abs(length.weight)  # its sign is in the number
+    return found | ({"length_reward": of_length} if length.form != "none" else {})
 
 
 def trains_on_rewards(distillation: DistillationConfig) -> bool:

@@ -155,14 +155,14 @@ class Experience:
         longest = np.max(lengths, axis=1, initial=0, where=known)
         return (known.sum(axis=1) > 1) & (least == most) & (high - low <= per_token * longest)
 
-    def divergence(self, per_token: float) -> np.ndarray:
-        """KL divergence [Q, G] of each response, 0 where rounding can make it: up to `per_token` nats a token.
+    def divergence(self, least: float, per_token: float) -> np.ndarray:
+        """KL divergence [Q, G] of each response; up to `least` nats a token are 0, so that they order no responses.
 
-        It is the smallest of the group where the group `differs_by_rounding`.
+        It is the smallest of the group where the group `differs_by_rounding` of `per_token`.
         """
         assert self.kl is not None
         found = self.kl.sum(axis=-1)
-        found = np.where(np.abs(found) <= per_token * self.lengths, np.float32(0), found)
+        found = np.where(np.abs(found) <= least * self.lengths, np.float32(0), found)
         return np.where(self.differs_by_rounding(per_token)[:, None], found.min(axis=1, keepdims=True), found)
 
     def with_scores(self, **scores: np.ndarray) -> "Experience":

@@ -35,7 +35,7 @@ def group_statistics(values: jax.Array, group_ids: jax.Array, *, num_groups: int
     return GroupStatistics(count, mean, std, lowest, highest)
 
 
-RULES = ("std", "mean_range", "mixed")
+RULES = {"std": ("std_threshold",), "mean_range": ("filter_low", "filter_high"), "mixed": ()}  # and what each reads
 
 
 def keep_groups(statistics: GroupStatistics, options: FilterGroupsConfig) -> jax.Array:

@@ -3,7 +3,7 @@
 They are those that a run uses (dynamic_sampling/group_filter.py, algorithms/), without its containers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ from dapo_jax.config.sections import ActorConfig, AlgorithmConfig, FilterGroupsC
 from dapo_jax.dynamic_sampling import group_filter
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import loss_options
+from dapo_jax.rewards.shaping import place_rewards
+
+BY_LENGTH = "opo", "reinforce_plus_plus_baseline"  # estimators to which a response's tokens matter
 
 
 def keep_groups(scores: Any, **options: Any) -> np.ndarray:
@@ -35,10 +38,11 @@ def keep_groups(scores: Any, **options: Any) -> np.ndarray:
     num_groups, num_samples = scores.shape
     group_ids = jnp.repeat(jnp.arange(num_groups), num_samples)
     statistics = group_filter.group_statistics(scores.reshape(-1), group_ids, num_groups=num_groups)
-    return np.asarray(group_filter.keep_groups(statistics, _options(FilterGroupsConfig, options)))
+    read = "rule", "keep_singletons", *group_filter.RULES.get(options.get("rule", FilterGroupsConfig.rule), ())
+    return np.asarray(group_filter.keep_groups(statistics, _options(FilterGroupsConfig, options, read)))
 
 
-def group_advantages(rewards: Any, *, estimator: str = "grpo", **options: Any) -> np.ndarray:
+def group_advantages(rewards: Any, *, estimator: str = "grpo", lengths: Any = None, **options: Any) -> np.ndarray:
     """How much better each response is than the others to its prompt (DAPO, equation 9).
 
         A = (reward - mean of the group) / (sample standard deviation of the group + 1e-6)
@@ -46,7 +50,8 @@ def group_advantages(rewards: Any, *, estimator: str = "grpo", **options: Any) -
     Args:
         rewards: [Q, G].
         estimator: of docs/algorithms.md; one that compares whole responses: "grpo", "rloo", "grpo_passk", "gpg", ...
-        options: of `algorithm`, such as norm_adv_by_std_in_grpo=False (Dr. GRPO).
+        lengths: [Q, G] tokens of each response, by which "opo" and "reinforce_plus_plus_baseline" weigh it.
+        options: of `algorithm` that the estimator reads, such as norm_adv_by_std_in_grpo=False (Dr. GRPO).
 
     Returns:
         [Q, G] float32.
@@ -54,15 +59,23 @@ def group_advantages(rewards: Any, *, estimator: str = "grpo", **options: Any) -
     rewards = _by_group("rewards", rewards)
     num_groups, num_samples = rewards.shape
     group_ids = jnp.repeat(jnp.arange(num_groups), num_samples)
-    settings = vars(_options(AlgorithmConfig, options)) | {"num_groups": num_groups}
-    column = rewards.reshape(-1, 1)
-    arrays = {"rewards": column, "mask": jnp.ones(column.shape, bool), "group_ids": group_ids}
-    fitting = [name for name, one in ESTIMATORS.items() if required(one) <= settings.keys() | arrays.keys()]
+    tokens = jnp.ones_like(rewards) if lengths is None else _by_group("lengths", lengths)
+    if tokens.shape != rewards.shape or (tokens < 1).any():
+        raise InputError(
+            f"lengths {tokens.shape} must be at least 1 for each of the rewards {rewards.shape}: correct them"
+        )
+    mask = jnp.arange(int(tokens.max())) < tokens.reshape(-1, 1)
+    arrays = {"rewards": place_rewards(rewards.reshape(-1), mask), "mask": mask, "group_ids": group_ids}
+    arrays["num_groups"] = num_groups
+    fitting = [name for name, one in ESTIMATORS.items() if "num_groups" in required(one) <= arrays.keys()]
     if estimator not in fitting:
         raise InputError(f"estimator={estimator!r} must be one of {', '.join(fitting)}: choose another")
-    function = ESTIMATORS[estimator]
+    if lengths is None and estimator in BY_LENGTH:
+        raise InputError(f"estimator={estimator!r} weighs responses by their tokens: give lengths, [Q, G] of these")
+    function, settings = ESTIMATORS[estimator], vars(AlgorithmConfig())
+    settings = vars(_options(AlgorithmConfig, options, chosen(function, settings)))
     found, _ = function(**arrays, **chosen(function, settings))
-    return np.asarray(found).reshape(rewards.shape)
+    return np.asarray(found[:, 0]).reshape(rewards.shape)
 
 
 def policy_loss(
@@ -115,7 +128,7 @@ def policy_loss(
     tokens = [jnp.where(mask, arrays[name], 0) for name in ("logprobs", "old_logprobs", "advantages")]
     weights = {"importance_weights": jnp.ones_like(tokens[0])} if needs(function, "importance_weights") else {}
     token_loss, metrics = function(*tokens, mask, **options, **weights)
-    _, ids = jnp.unique(arrays.get("group_ids", jnp.arange(len(mask))), return_inverse=True, size=len(mask))
+    ids = arrays.get("group_ids", jnp.arange(len(mask)))
     shares = token_weights(mask, ids, aggregation, scale_factor=float(mask.shape[-1]))
     means = {name: metric.total / jnp.maximum(metric.count, 1) for name, metric in metrics.items()}
     return weighted_sum(token_loss, shares, mask), means
@@ -133,11 +146,10 @@ def _by_group(name: str, values: Any) -> jax.Array:
     return array
 
 
-def _options(section: Any, given: Mapping[str, Any]) -> Any:
-    """A section of the config with these options."""
-    unknown = set(given) - set(vars(section()))
-    if unknown:
-        raise InputError(f"unknown options {', '.join(sorted(unknown))}: docs/configuration.md lists those there are")
+def _options(section: Any, given: Mapping[str, Any], read: Collection[str]) -> Any:
+    """A section of the config with these options. InputError for one that is not `read`."""
+    if unread := sorted(set(given) - set(read)):
+        raise InputError(f"unknown options {', '.join(unread)}: those that are read are {', '.join(read) or 'none'}")
     _check_bounds(section, given)
     return section(**given)
 

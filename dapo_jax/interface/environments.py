@@ -27,7 +27,7 @@ def with_environment(config: Config, environment: Environment | None, tools: Seq
     values: dict[str, Any] = {}
     if environment is not None:
         values["environment.path"] = (
-            json.dumps({name: _named("environment", one) for name, one in environment.items()})
+            json.dumps({name: _named("environment", one, name) for name, one in environment.items()})
             if isinstance(environment, Mapping)
             else _named("environment", environment)
         )
@@ -63,8 +63,11 @@ def beginnings(prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]] | No
     ]
 
 
-def _named(option: str, given: Any) -> str:
-    """What a config calls a class or a function. InputError if environment processes cannot have it."""
+def _named(option: str, given: Any, label: str = "") -> str:
+    """What a config calls a class or a function, which is `label` if it has no name that finds it.
+
+    InputError if environment processes cannot have it.
+    """
     if isinstance(given, str):
         return given
     if not callable(given):
@@ -74,4 +77,4 @@ def _named(option: str, given: Any) -> str:
     if getattr(given, "__module__", None) != "__main__":
         with suppress(InputError):  # it has no name
             return name_of(given)
-    return keep(given, getattr(given, "__name__", option), option)
+    return keep(given, label or getattr(given, "__name__", option), option)

@@ -24,7 +24,7 @@ from dapo_jax.export.export import whole_model, write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.interface.environments import Environment, Tool, beginnings, with_environment
 from dapo_jax.interface.samples import Prompt, Samples, comparing_groups, given_advantages
-from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
+from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of, with_those_of_batch
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.monitor.monitor import Monitor
@@ -209,10 +209,12 @@ class Policy:
             rewards: [Q, G] one number per response.
             groups: [Q, G] names: responses of equal ones are compared. None = those to one prompt.
             advantages: instead of rewards, [Q, G] of responses or [Q, G, R] of tokens.
-            learning_rate: None = the schedule of config.actor.optim, which has to have a rate above 0 in this step.
+            learning_rate: of the policy; None = the schedule of config.actor.optim, which has to have a rate above 0 in
+                this step.
 
         Returns:
-            The metrics of the step, as docs/metrics.md lists them: actor/..., critic/advantages/..., ...
+            The metrics of the step, as docs/metrics.md lists them: actor/..., critic/advantages/..., ... Where a run
+            with actor.old_logprob=auto would begin to recompute log-probabilities, it goes on with the sampler's.
         """
         if not isinstance(samples, Samples):
             raise InputError(f"step takes the samples of generate, not {type(samples).__name__}: give these")
@@ -232,7 +234,7 @@ class Policy:
         networks = learner.batching.trained
         rates = learning_rates(networks, config.trainer, self.steps + 1)
         if learning_rate is not None:
-            rates = dict.fromkeys(rates, learning_rate)
+            rates |= {"actor": learning_rate} if "actor" in rates else {}
         elif ended := [name for name, rate in rates.items() if rate == 0 < networks[name].options.optim.lr]:
             raise InputError(
                 f"step {self.steps + 1} has a learning rate of 0, as the schedule of {' and '.join(ended)} ended with "
@@ -244,7 +246,7 @@ class Policy:
             self._models, finish = update(self._learner, self._models, batch, rates)
             found, _ = finish()
         self.steps += 1
-        return metrics | found
+        return with_those_of_batch(found, metrics)
 
     def export(
         self, directory: str | Path, *, dtype: str = "bfloat16", adapter: bool = False, keep_vision: bool = False

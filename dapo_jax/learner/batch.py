@@ -1,13 +1,14 @@
 """Host: from accepted groups to the rows that the learner is given: rewards, advantages, masks, log-probabilities."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from dapo_jax.algorithms.arguments import chosen, needs
-from dapo_jax.algorithms.kl import kl_penalty
+from dapo_jax.algorithms.kl import ROUNDING, kl_penalty
 from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.algorithms.rollout_correction import (
     importance_weights,
@@ -88,6 +89,18 @@ def make_batch(
     if networks.actor.select is not None:
         batch = dataclasses.replace(batch, noise=selection_noise(batching, experience, batch))
     return batch, metrics | found
+
+
+def with_those_of_batch(of_update: Metrics, of_batch: Mapping[str, float]) -> Metrics:
+    """The metrics of a batch and of the updates on it.
+
+    Where both compare the sampler and the training pass, the batch's count: if log-probabilities were recomputed, the
+    first optimizer step has compared the training pass with itself.
+    """
+    found = {**of_update, **of_batch}
+    if found["actor/recomputed_logprobs"]:
+        found.pop("rollout_corr/first_clipfrac", None)
+    return found
 
 
 def add_forward_passes(
@@ -178,7 +191,7 @@ def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Exp
 
 def less_divergence(experience: Experience, rounding: float, kl_coef: float) -> Experience:
     """With the score `seq_final_reward` by this coefficient."""
-    rewards = experience.scores["seq_reward"] - kl_coef * experience.divergence(rounding)
+    rewards = experience.scores["seq_reward"] - kl_coef * experience.divergence(ROUNDING, rounding)
     return experience.with_scores(seq_final_reward=rewards)
 
 

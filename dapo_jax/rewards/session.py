@@ -16,7 +16,8 @@ from dapo_jax.rewards.weighted import functions_of
 logger = logging.getLogger(__name__)
 
 OF_SESSION = "python:"  # begins the name of a function of the session
-_KEPT: dict[str, bytes] = {}  # pickles by name: a run of this session may be resumed or evaluated
+# Options and pickles by name: a run of this session may be resumed or evaluated.
+_KEPT: dict[str, tuple[str, bytes]] = {}
 
 
 def keep(function: Callable[..., Any], label: str = "function", option: str = "reward") -> str:
@@ -26,7 +27,7 @@ def keep(function: Callable[..., Any], label: str = "function", option: str = "r
         option: that names it, for messages.
 
     Raises:
-        InputError: it uses something that another process cannot have.
+        InputError: it uses something that another process cannot have, or another option has one of this name.
     """
     try:
         pickled = cloudpickle.dumps(function)
@@ -37,9 +38,12 @@ def keep(function: Callable[..., Any], label: str = "function", option: str = "r
             "make what it uses inside the function, or in a module that it imports"
         ) from error
     name = OF_SESSION + label
-    if _KEPT.get(name, pickled) != pickled:
+    other, known = _KEPT.get(name, (option, pickled))
+    if known != pickled:
+        if other != option:
+            raise InputError(f"{option}, {label!r}: {other} has another function of this name: rename one of the two")
         logger.warning("%s is another function from now on, also for earlier runs of this session that name it", name)
-    _KEPT[name] = pickled
+    _KEPT[name] = option, pickled
     return name
 
 
@@ -53,7 +57,7 @@ def pickles(name: str, option: str = "reward.function") -> list[bytes]:
     for function in of_session(name):
         if function not in _KEPT:
             raise InputError(session_problem(function, option))
-    return [_KEPT[function] for function in of_session(name)]
+    return [_KEPT[function][1] for function in of_session(name)]
 
 
 def session_problem(name: str, option: str = "reward.function") -> str | None:

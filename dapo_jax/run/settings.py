@@ -87,7 +87,7 @@ def algorithm_settings(algorithm: AlgorithmConfig, reward: RewardConfig) -> Algo
     if not keys:
         scale = reward.model.function_weight if reward.model.path else 1.0
         found = {part.name: scale * part.weight for part in parse_parts(given_function(reward))}
-        found |= further_rewards(reward)
+        found |= further_rewards(reward, weighed=not algorithm.norm_adv_by_std_in_grpo)
         keys, weights = tuple(found), tuple(found.values())
     return dataclasses.replace(algorithm, gdpo_reward_keys=keys, gdpo_reward_weights=weights)
 

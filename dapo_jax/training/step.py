@@ -23,7 +23,7 @@ from dapo_jax.dynamic_sampling.accepted import Accepted, accept
 from dapo_jax.dynamic_sampling.accumulation import Found
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
-from dapo_jax.learner.batch import less_divergence, make_batch, penalize_kl
+from dapo_jax.learner.batch import less_divergence, make_batch, penalize_kl, with_those_of_batch
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import saved_fields
@@ -163,9 +163,9 @@ def train_on(
     """
     if experience is None:
         return models, lambda: ({}, {})
-    learner, recomputed = run.learner, recomputes(run.config, progress)
+    learner, recompute = run.learner, recomputes(run.config, progress)
     further = estimator_inputs(run, experience, models, lowest)  # for some estimators: hints, greedy responses
-    batch, metrics = make_batch(learner, experience, models, recompute=recomputed, kl_coef=progress.kl_coef, **further)
+    batch, metrics = make_batch(learner, experience, models, recompute=recompute, kl_coef=progress.kl_coef, **further)
     run.observe(batch)
     rates = learning_rates(learner.batching.trained, run.config.trainer, step)
     models, wait = update(learner, models, batch, rates)
@@ -177,22 +177,19 @@ def train_on(
         return saved_fields(batch) | {GROUPS + name: value for name, value in groups.items()}
 
     hold = functools.partial(hold_batch, step, arrays)
-    return models, functools.partial(finished, wait, metrics | found, histograms, recomputed, step, hold)
+    return models, functools.partial(finished, wait, metrics | found, histograms, step, hold)
 
 
 def finished(
     wait: Finish,
     of_batch: Mapping[str, float],
     histograms: Histograms,
-    recomputed: bool,
     step: int,
     hold: Callable[..., None],
 ) -> tuple[dict[str, float], Histograms]:
     """Waits for the updates on a batch: their metrics and histograms, with those of the batch."""
     metrics, of_update = wait()
-    metrics |= of_batch  # if recomputed, they compare sampler and training pass
-    if recomputed:  # then the first optimizer step compares the training pass with itself
-        metrics.pop("rollout_corr/first_clipfrac", None)
+    metrics = with_those_of_batch(metrics, of_batch)
     if not (finite := is_finite(metrics)):
         logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
     hold(finite=finite)

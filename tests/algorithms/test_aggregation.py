@@ -60,6 +60,8 @@ def test_group_token_mean_is_the_mean_over_prompts_of_the_mean_over_their_tokens
     mask = np.array([[1, 1], [1, 0], [1, 0], [0, 0], [0, 0], [0, 0]]) > 0
     weights = weights_of_every_mode(mask, np.array([3, 3, 5, 5, 4, 4]))["group-token-mean"]
     np.testing.assert_allclose(value_and_gradient(loss, weights, mask)[0], (6 / 3 + 7) / 2)  # group 4 has no token
+    apart = weights_of_every_mode(mask, np.array([30, 30, 5, 5, 999, 999]))  # a mini-batch without some groups
+    np.testing.assert_array_equal(apart["group-token-mean"], weights)
 
 
 @pytest.mark.parametrize("mode", MODES)

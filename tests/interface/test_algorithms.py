@@ -20,6 +20,7 @@ def test_groups_are_kept_if_their_scores_differ():
     scores = np.array([[0.1] * 3, [0.0, 0.0, 1e-6], [1.0, 0.0, 1.0]])
     assert dx.keep_groups(scores).tolist() == [False, True, True]
     assert dx.keep_groups(scores, std_threshold=0.1).tolist() == [False, False, True]
+    assert dx.keep_groups(scores, rule="mean_range", filter_low=0.5).tolist() == [False, False, True]
 
 
 def test_advantages_are_those_of_equation_9():
@@ -30,6 +31,12 @@ def test_advantages_are_those_of_equation_9():
     plain = dx.group_advantages(rewards, norm_adv_by_std_in_grpo=False)
     np.testing.assert_allclose(plain, centred, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(dx.group_advantages(rewards, estimator="rloo"), centred * 4 / 3, rtol=1e-5, atol=1e-6)
+    lengths = RNG.integers(1, 9, size=(3, 4))
+    weighed = rewards - np.average(rewards, axis=1, weights=lengths)[:, None]
+    np.testing.assert_allclose(dx.group_advantages(rewards, estimator="opo", lengths=lengths), weighed, atol=1e-6)
+    by_tokens = dx.group_advantages(rewards, estimator="reinforce_plus_plus_baseline", lengths=lengths)
+    tokens = np.repeat(centred, lengths.reshape(-1))
+    np.testing.assert_allclose(by_tokens, (centred - tokens.mean()) / tokens.std(ddof=1), rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_is_equation_8_over_all_tokens():
@@ -97,6 +104,11 @@ def test_the_losses_have_the_defaults_of_the_config():
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gae"), "must be one of grpo"),
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="maxrl"), "must be one of grpo"),
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gdpo"), "must be one of grpo"),
+        (lambda: dx.group_advantages([[1.0, 0.0]], estimator="opo"), "give lengths"),
+        (lambda: dx.group_advantages([[1.0, 0.0]], lengths=[[3, 0]]), "at least 1 for each of the rewards"),
+        (lambda: dx.group_advantages([[1.0, 0.0]], estimator="rloo", norm_adv_by_std_in_grpo=False), "read are none"),
+        (lambda: dx.group_advantages([[1.0, 0.0]], keep_pos_ratio=0.5), "that are read are norm_adv_by_std_in_grpo"),
+        (lambda: dx.keep_groups([[1.0]], filter_low=0.5), "that are read are rule, keep_singletons, std_threshold"),
         (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, loss="kl_cov"), "must be one of vanilla"),
         (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, clip_low=0.1), "its options are clip_ratio_low"),
         (

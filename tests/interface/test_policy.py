@@ -7,6 +7,7 @@ import pytest
 from small_run import RECIPE
 
 import dapo_jax as dx
+from dapo_jax.config.sections import CriticConfig
 from dapo_jax.config.values import freeze
 from dapo_jax.interface.samples import comparing_groups
 from dapo_jax.learner.trained_networks import trained
@@ -169,13 +170,25 @@ def test_groups_and_advantages_may_be_given(config):
     assert np.abs(found[4] - found[0]).max() > 1e-3  # other groups
 
 
+@pytest.mark.slow
+def test_the_training_pass_is_compared_with_the_sampler_not_with_itself():
+    with dx.Policy(dx.load_config(str(RECIPE), CHANGES | {"actor.old_logprob": "recompute"})) as policy:
+        samples, rewards = policy.generate(SUMS), np.arange(8).reshape(2, 4) % 2
+        first, second = (policy.step(samples, rewards, learning_rate=1e-2) for _ in range(2))
+    assert first["rollout_corr/logprob_abs_diff_max"] < 1e-3 < 1e-2 < second["rollout_corr/logprob_abs_diff_max"]
+    assert "rollout_corr/first_clipfrac" not in second
+
+
 def test_a_schedule_that_has_ended_is_refused():
-    with dx.Policy(dx.load_config(str(RECIPE), CHANGES | COSINE | {"trainer.total_training_steps": 2})) as policy:
+    changes = {"trainer.total_training_steps": 2, "algorithm.adv_estimator": "gae"}
+    with dx.Policy(dx.load_config(str(RECIPE), CHANGES | COSINE | changes)) as policy:
         samples, rewards = policy.generate(SUMS), np.arange(8).reshape(2, 4) % 2
         assert [policy.step(samples, rewards)["actor/lr"] > 0 for _ in range(2)] == [True, True]
         with pytest.raises(dx.InputError, match="step 3 has a learning rate of 0, .*total_training_steps=2: raise it"):
             policy.step(samples, rewards)
-        assert policy.steps == 2 and policy.step(samples, rewards, learning_rate=1e-3)["actor/lr"] == 1e-3
+        assert policy.steps == 2
+        found, critic = policy.step(samples, rewards, learning_rate=1e-3), CriticConfig().optim.lr
+        assert found["actor/lr"] == 1e-3 and found["critic/lr"] == pytest.approx(critic)
 
 
 @pytest.mark.slow

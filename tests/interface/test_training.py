@@ -11,6 +11,7 @@ from small_run import small_config
 import dapo_jax as dx
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import ArithmeticConfig, EnvironmentConfig, JudgeConfig
+from dapo_jax.interface.environments import with_environment
 from dapo_jax.training import loop as training
 
 
@@ -29,6 +30,13 @@ def test_a_result_exports_the_adapters_of_its_run(tmp_path):
     with result.policy() as policy, pytest.raises(dx.InputError, match="is a run with weights of its own"):
         policy.export(tmp_path / "none", adapter=True)
     assert not (tmp_path / "none").exists()
+
+
+def test_environments_of_one_class_name_are_told_apart():
+    """Classes that have no name by which a process could find them: each is that of its own name."""
+    made = [type("Lake", (), {"step": lambda self, text, size=size: (str(size), 0.0, True)}) for size in (3, 5)]
+    config = with_environment(small_config("unused"), dict(zip(("small", "large"), made, strict=True)), None)
+    assert json.loads(config.environment.path) == {"small": "python:small", "large": "python:large"}
 
 
 def test_options_of_what_an_argument_replaces_get_their_defaults(tmp_path, monkeypatch):

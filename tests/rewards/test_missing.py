@@ -9,7 +9,7 @@ from dynamic_sampling.small_groups import NUM_ROWS, MadeUp, accumulated, experie
 from shapes import mesh_of
 from small_run import assert_same_policy, copied, rows_without_clock, small_config, unsure_function
 
-from dapo_jax.algorithms.kl import ROUNDING
+from dapo_jax.algorithms.kl import ROUNDING, ROUNDING_BF16
 from dapo_jax.config.sections import DataConfig, FilterGroupsConfig, LengthRewardConfig, OverlongBufferConfig
 from dapo_jax.data.experience import concatenate, from_arrays, to_arrays
 from dapo_jax.data.prompts import PromptSet
@@ -219,7 +219,7 @@ def test_the_divergence_of_carried_groups_is_weighed_by_the_coefficient_of_today
             progress = dataclasses.replace(state.progress, kl_coef=kl_coef)
             sampled, stream = sample_batch(run, weights, stream, progress, step)
             groups = sampled.experience
-            divergence = groups.divergence(run.learner.batching.rounding)
+            divergence = groups.divergence(ROUNDING, run.learner.batching.rounding)
             assert np.abs(divergence).max() > 0.01
             expected = groups.scores["seq_reward"] - kl_coef * divergence
             np.testing.assert_allclose(groups.final_rewards, expected, atol=1e-6)
@@ -241,7 +241,9 @@ def test_divergences_that_differ_by_rounding_do_not_differ():
     groups = with_divergence(acc, divergence, [[4, 10]] * 5)
     assert groups.differs_by_rounding(ROUNDING).tolist() == [True, False, False, True, False]
     counted = [[0, 0], [0, 1.1e-4], [0, 0], [5.0, 5.0], [-1e-4, 0]]  # of four tokens, up to 4e-5
-    np.testing.assert_allclose(groups.divergence(ROUNDING), counted, rtol=1e-6, err_msg="0 alone equals 0")
+    np.testing.assert_allclose(groups.divergence(ROUNDING, ROUNDING), counted, rtol=1e-6, err_msg="0 alone equals 0")
+    different = with_divergence([[0, 1], [0, 0]], [[0.04, 0.02]] * 2, 10)  # in bfloat16, 0.1 is rounding
+    np.testing.assert_allclose(different.divergence(ROUNDING, ROUNDING_BF16), [[0.04, 0.02], [0.02, 0.02]], rtol=1e-6)
     one = with_divergence([[0], [1]], [[0.0], [1.0]], 10)
     assert not one.differs_by_rounding(ROUNDING).any(), "a group of one has nothing to differ from"
 

@@ -102,6 +102,8 @@ def test_another_function_of_the_same_name_is_told(caplog):
     assert keep(first) == keep(first) == "python:function" and not caplog.records
     assert keep(lambda text: 2.0) == "python:function"
     assert "python:function is another function from now on" in caplog.text
+    with pytest.raises(InputError, match="tools, 'function': reward has another function of this name: rename one"):
+        keep(lambda number: 3.0, option="tools")
 
 
 def test_nothing_is_unpickled_but_in_a_worker_what_its_pool_has_sent(tmp_path, monkeypatch):
