@@ -16,8 +16,12 @@ Values = Mapping[str, Any]
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 TRACKERS = ("console", "tensorboard", "wandb")
 BY_SEQUENCE = "seq-mean-token-mean"
-ALWAYS_BY_SEQUENCE = ("gspo", "sapo")
+ALWAYS_BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
 ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+
+
+class ByHand(InputError):
+    """Only the user can choose. The message says what verl does."""
 
 
 def parsed(text: str) -> Any:
@@ -93,7 +97,10 @@ def router_replay(value: Any, given: Values) -> dict[str, Any]:
 
 def both_clip_ratios(value: Any, given: Values) -> dict[str, Any]:
     low = lower_clip(value, given) if given.get(f"{ACTOR}.clip_ratio_low") is None else {}
-    return low | ({"actor.clip_ratio_high": value} if given.get(f"{ACTOR}.clip_ratio_high") is None else {})
+    both = low | ({"actor.clip_ratio_high": value} if given.get(f"{ACTOR}.clip_ratio_high") is None else {})
+    if not both and value != 0.2:
+        raise ByHand("verl reads clip_ratio_low and clip_ratio_high instead, as they are not null")
+    return both
 
 
 def lower_clip(value: Any, given: Values) -> dict[str, Any]:
@@ -113,7 +120,7 @@ def unless_greedy(value: Any, given: Values) -> dict[str, Any]:
 
 
 def policy_loss(value: Any, given: Values) -> dict[str, Any]:
-    """verl aggregates two losses by sequence, whatever loss_agg_mode says."""
+    """verl aggregates some losses by sequence, whatever loss_agg_mode says."""
     by_sequence = {"actor.loss_agg_mode": BY_SEQUENCE} if value in ALWAYS_BY_SEQUENCE else {}
     return {"actor.policy_loss.loss_mode": value} | by_sequence if value else {}
 
@@ -195,10 +202,28 @@ def bypass(value: Any, given: Values) -> dict[str, Any]:
     return {"actor.old_logprob": "rollout"} if value else {}
 
 
+def critic_warm_up(value: Any, given: Values) -> dict[str, Any]:
+    """verl updates the policy from step N on, the first being 1; here after N steps."""
+    return {"trainer.critic_warmup": max(value - 1, 0)}
+
+
+def _either(name: str, given: Values) -> bool:
+    """Whether a reward option is given, by its old or its new name."""
+    return any(given.get(f"{prefix}{name}") for prefix in ("", "reward."))
+
+
+def _model_alone(given: Values) -> bool:
+    return _either("reward_model.enable", given) and not _either("custom_reward_function.path", given)
+
+
 def reward_name(value: Any, given: Values) -> dict[str, Any]:
     """Ignored without a path, as in verl."""
-    own = any(given.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward."))
-    return {"custom_reward_function.name": value} if own and value else {}
+    return {"custom_reward_function.name": value} if value and _either("custom_reward_function.path", given) else {}
+
+
+def overlong_switch(value: Any, given: Values) -> dict[str, Any]:
+    """Off for a reward model alone: verl's manager, which has the penalty, returns its score as it is."""
+    return {} if _model_alone(given) else as_type_of("reward.overlong_buffer.enable", value)
 
 
 def reward_manager(value: Any, given: Values) -> dict[str, Any]:
@@ -208,13 +233,16 @@ def reward_manager(value: Any, given: Values) -> dict[str, Any]:
 
 
 def reward_model_switch(value: Any, given: Values) -> dict[str, Any]:
-    own = any(given.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward."))
-    return {"reward.function": "none"} if value and not own else {}
+    return {"reward.function": "none"} if value and _model_alone(given) else {}
 
 
 def reward_model_path(value: Any, given: Values) -> dict[str, Any]:
-    on = any(given.get(f"{prefix}reward_model.enable") for prefix in ("", "reward."))
-    return {"reward.model.path": value} if on and value else {}
+    """verl never adds the scores of a model and of a function."""
+    if not value or not _either("reward_model.enable", given):
+        return {}
+    if not _model_alone(given):
+        raise ByHand("verl takes the custom_reward_function alone, without use_reward_loop the model alone: choose one")
+    return {"reward.model.path": value}
 
 
 def resume_mode(value: Any, given: Values) -> dict[str, Any]:

@@ -15,21 +15,20 @@ from dapo_jax.hub.names import model_name
 from dapo_jax.tools.from_verl import defaults
 from dapo_jax.tools.from_verl.shell import UNKNOWN, Script
 from dapo_jax.verl.options import converted, find, flag, is_off, ours_of
-from dapo_jax.verl.values import TRACKERS, as_type_of, parsed
+from dapo_jax.verl.values import ACTOR, TRACKERS, ByHand, as_type_of, parsed
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?|verl\.trainer\.main")  # the last is EasyR1's
 CONFIG_FILE = re.compile(r"--config-(name|path|dir)(=.*)?|-cn|-cp|-cd|config=.*")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # a reference to another option
-CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
-FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
 ASSUMED = {  # verl's defaults that conversions read
     "trainer.n_gpus_per_node": 8,
     "trainer.nnodes": 1,
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
-    f"{CLIP_RATIO}_low": 0.2,
-    f"{CLIP_RATIO}_high": 0.2,
+    f"{ACTOR}.clip_ratio_low": 0.2,
+    f"{ACTOR}.clip_ratio_high": 0.2,
 }
 BASE = freeze(defaults.get_config())
 
@@ -114,6 +113,11 @@ def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("data.val_files"):
         validation = "actor_rollout_ref.rollout.val_kwargs"
         defaults |= {f"{validation}.n": 1, f"{validation}.temperature": 0.0}
+    if values.get("actor_rollout_ref.model.lora.rank"):
+        defaults["actor_rollout_ref.model.lora.alpha"] = 32
+    if values.get("algorithm.adv_estimator", "gae") == "gae":
+        inherited = ("ppo_epochs", "loss_agg_mode")
+        defaults |= {f"critic.{name}": values[key] for name in inherited if (key := f"{ACTOR}.{name}") in values}
     return defaults
 
 
@@ -145,15 +149,11 @@ def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) 
         try:
             taken = converted(key, value, values)
         except InputError as error:
-            result.lost.append(f"{text}: {error}")
+            (result.by_hand if isinstance(error, ByHand) else result.lost).append(f"{text}: {error}")
             return
         result.values |= taken
         if entry.by_hand and value is not None:
             result.by_hand.append(f"{text}: {', '.join(ours_of(key))} is {entry.note}")
-        elif key == CLIP_RATIO and not taken and value != 0.2:
-            result.by_hand.append(
-                f"{text}: verl reads clip_ratio_low and clip_ratio_high instead, as they are not null"
-            )
         elif not taken and not entry.by_hand:
             result.dropped.append(f"{text}: leaves {', '.join(ours_of(key))} unchanged")
         if key == "trainer.logger" and len(taken.get(key, ())) < len(value if isinstance(value, list) else [value]):
