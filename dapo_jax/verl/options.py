@@ -68,9 +68,14 @@ def converted(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"{value!r} is not a valid value") from error
 
 
-def is_off(entry: Entry, value: Any) -> bool:
-    """Whether a value of an option without equivalent asks for what happens anyway."""
-    return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in (*OFF, *entry.same))
+def is_off(entry: Entry, value: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a value of an option without equivalent asks for what happens anyway.
+
+    Args:
+        given: all given options, by verl's names; "${KEY}" in the entry is the value of KEY.
+    """
+    same = (given.get(off[2:-1]) if str(off).startswith("${") else off for off in entry.same)
+    return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in (*OFF, *same))
 
 
 def flag(key: str, value: Any) -> str:

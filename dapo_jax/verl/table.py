@@ -31,6 +31,7 @@ from dapo_jax.verl.values import (
     reward_model_switch,
     reward_name,
     router_replay,
+    sampled,
     set_by_hand,
     thresholds,
     token_budget,
@@ -53,7 +54,7 @@ class Entry:
     ours: str = ""  # our keys, as many as verl's or fewer; empty = no equivalent
     note: str = ""  # what differs, or why there is no equivalent
     convert: Convert | None = None  # from a value and all given options to our values; None = unchanged
-    same: tuple[Any, ...] = ()  # without equivalent: values that ask for what happens anyway
+    same: tuple[Any, ...] = ()  # without equivalent: values that ask for what happens anyway; "${KEY}" is that of KEY
     by_hand: bool = False  # verl's value says nothing about the value to use here
     lost: bool = False  # there is no equivalent, and a run without it differs
 
@@ -75,7 +76,9 @@ def _missing(verl: str, note: str, *same: Any) -> Entry:
 
 
 ARR, ACTOR, ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+BOTH, MODELS = f"{{{ACTOR},critic}}", f"{{{ARR},critic}}.model"
 CORRECTION = "algorithm.rollout_correction"
+MEGATRON = f"{BOTH}.megatron.override_transformer_config"
 OPTIMIZER = "lr,weight_decay,betas,min_lr_ratio,lr_scheduler_type"
 BUFFERS = "{reward_model.overlong_buffer,reward_model.reward_kwargs.overlong_buffer_cfg,"
 BUFFERS += "reward.reward_kwargs.overlong_buffer_cfg}"
@@ -83,6 +86,9 @@ NO_ENGINE = "the sampler is compiled with the trainer: no server to choose or se
 NO_TORCH = "XLA compiles and partitions the programs"
 TEXT_ONLY = "models read text only"
 DENSE = "models are not quantized"
+DROPOUT = "models have no dropout"
+FLOAT32 = "parameters are float32; actor.optim.moments_dtype=bfloat16 halves the optimizer's memory"
+LONGEST = "data.max_response_length is the limit"
 REPLAY = "R3 is the default; the critic and the reference choose for themselves"
 SINGLE_TURN = "turns and tools are Python classes and functions: environment.path, environment.tools"
 ADAPTERS = "adapters start at zero and have only a rank, an alpha and target modules"
@@ -111,13 +117,24 @@ HERE = (
     Entry(f"{ARR}.model.{{lora_rank,lora.rank}}", "model.lora.rank"),
     Entry(f"{ARR}.model.{{lora_alpha,lora.alpha}}", "model.lora.alpha"),
     Entry(f"{ACTOR}.router_replay.mode", "model.router_replay", "R3 or disabled; R2 differs", router_replay),
-    Entry(f"{ARR}.model.target_modules", "model.lora.target_modules", "all-linear is the default", lora_modules),
+    Entry(
+        f"{ARR}.model.{{target_modules,lora.target_modules}}",
+        "model.lora.target_modules",
+        "all-linear is the default; Megatron's names become Hugging Face's",
+        lora_modules,
+    ),
     Entry(
         f"{ARR}.model.enable_gradient_checkpointing",
         "model.enable_gradient_checkpointing",
         "model.remat_policy sets what is recomputed",
     ),
     Entry(f"{ROLLOUT}.{{n,temperature,top_p}}", "rollout.{n,temperature,top_p}"),
+    Entry(
+        f"{ROLLOUT}.do_sample",
+        "rollout.temperature",
+        "which is above 0; only verl's HF sampler reads do_sample",
+        sampled,
+    ),
     Entry(
         f"{ROLLOUT}.top_k",
         "rollout.top_k",
@@ -175,6 +192,7 @@ HERE = (
     _actor("loss_agg_mode", "exact over the mini-batch, for any micro-batch size", unless_by_sequence),
     _actor("{use_kl_loss,kl_loss_coef,kl_loss_type}"),
     _actor(f"optim.{{{OPTIMIZER}}}"),
+    Entry(f"{BOTH}.optim.override_optimizer_config.{{eps,weight_decay}}", "{actor,critic}.optim.{eps,weight_decay}"),
     Entry(f"{ACTOR}.optim.{{warmup_style,lr_decay_style}}", "actor.optim.lr_scheduler_type"),
     _actor("optim.lr_warmup_steps", "20 unless set", only_positive("actor.optim.lr_warmup_steps")),
     Entry(
@@ -290,15 +308,14 @@ HERE = (
 )
 
 NOT_NEEDED = (
-    Entry(f"{ROLLOUT}.{{name,mode,dtype,load_format,enforce_eager,free_cache_engine,layered_summon}}", note=NO_ENGINE),
+    Entry(f"{ROLLOUT}.{{name,mode,load_format,enforce_eager,free_cache_engine,layered_summon}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{cudagraph_capture_sizes,max_num_batched_tokens,max_model_len}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{enable_chunked_prefill,enable_prefix_caching,scheduling_policy}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{disable_log_stats,skip_tokenizer_init,multi_stage_wake_up,logprobs_mode}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{engine_kwargs,checkpoint_engine,prometheus,disaggregation}}.*", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{n_gpus_per_node,nnodes,update_weights_bucket_megabytes,moe_*,trace.*}}", note=NO_ENGINE),
-    Entry(f"{ROLLOUT}.{{skip_rollout,skip_dump_dir,skip.*,over_sample_rate}}", note=NO_ENGINE),
-    Entry(f"{ROLLOUT}.{{do_sample,prompt_length,response_length}}", note="set by data.* and rollout.temperature"),
+    Entry(f"{ROLLOUT}.{{skip_dump_dir,skip.*,over_sample_rate}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.calculate_log_probs", note="always on: every step compares the two log-probabilities"),
     Entry(f"{ROLLOUT}.{{seed,full_determinism}}", note="seed: every draw has its own key and is reproducible"),
     Entry(f"{ROLLOUT}.agent.num_workers", note=NO_ENGINE),
@@ -319,20 +336,19 @@ NOT_NEEDED = (
     Entry(f"{ACTOR}.calculate_entropy", note="always on"),
     Entry(f"{{{ACTOR}.use_remove_padding,{ARR}.model.use_remove_padding}}", note=PACKED),
     Entry(f"{{{ACTOR},{ARR}.ref,critic}}.rollout_n", note="rollout.n"),
-    Entry(f"{{{ACTOR},critic}}.optim.{{total_training_steps,num_cycles,zero_indexed_step}}", note="the trainer's own"),
-    Entry(f"{{{ACTOR},critic}}.optim.optimizer_impl", note="optax"),
+    Entry(f"{BOTH}.optim.{{total_training_steps,zero_indexed_step}}", note="the trainer's own"),
+    Entry(f"{BOTH}.optim.optimizer_impl", note="optax"),
     Entry(f"{ACTOR}.calculate_sum_pi_squared", note="computed if adv_estimator=optimal_token_baseline"),
-    Entry(f"{{{ACTOR},critic}}.checkpoint.*", note="a checkpoint holds everything that a run needs to resume"),
+    Entry(f"{BOTH}.checkpoint.*", note="a checkpoint holds everything that a run needs to resume"),
     Entry(f"{{{ARR}.{{actor,ref,rollout}},critic,reward_model}}.profiler.*", note="trainer.profile_steps"),
     Entry("global_profiler.*", note="trainer.profile_steps"),
-    Entry(f"{ARR}.model.{{hf_config_path,tokenizer_path,trust_remote_code,use_shm}}", note="read from model.path"),
+    Entry(f"{ARR}.model.{{trust_remote_code,use_shm}}", note="read from model.path"),
     Entry(f"{ARR}.model.{{use_liger,use_fused_kernels,fused_kernel_options.*,tiled_mlp.*}}", note=NO_TORCH),
     Entry(f"{ARR}.model.enable_activation_offload", note="model.remat_policy=offload"),
-    Entry(f"{ARR}.model.override_config.max_position_embeddings", note="positions beyond it are computed anyway"),
-    Entry(f"{ARR}.model.override_config.{{attention_dropout,embd_pdrop,resid_pdrop}}", note="no dropout"),
+    Entry(f"{MODELS}.override_config.max_position_embeddings", note="positions beyond it are computed anyway"),
     Entry(f"{ARR}.{{hybrid_engine,nccl_timeout}}", note=NO_TORCH),
     Entry("critic.{enable,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_*}", note="as for the actor"),
-    Entry("critic.{shuffle,data_loader_seed,loss_scale_factor,ppo_micro_batch_size}", note="as for the actor"),
+    Entry("critic.{data_loader_seed,ppo_micro_batch_size}", note="as for the actor"),
     Entry("critic.model.*", note="as for the policy's model"),
     Entry(
         "data.{return_*,use_shm,trust_remote_code,dataloader_num_workers,filter_overlong_prompts_workers}",
@@ -340,7 +356,6 @@ NOT_NEEDED = (
     ),
     Entry("data.validation_shuffle", note="every problem is evaluated, in file order"),
     Entry("algorithm.filter_groups.max_inflight_gen_batches", note="rollout.max_num_seqs"),
-    Entry("{reward,reward_model}.reward_kwargs.max_resp_len", note="data.max_response_length"),
     Entry("reward_model.{launch_reward_fn_async,use_reward_loop}", note="verifiers run while the batch is sampled"),
     Entry("{reward_model,reward.reward_model}.{enable_resource_pool,n_gpus_per_node,nnodes}", note="one mesh for all"),
     Entry("reward_model.model.{use_*,fsdp_config.*,trust_remote_code}", note=NO_TORCH),
@@ -350,7 +365,6 @@ NOT_NEEDED = (
     ),
     Entry("reward_model.ulysses_sequence_parallel_size", note="sequences stay whole"),
     Entry("{reward_model,reward.reward_model}.rollout.*", note=NO_ENGINE),
-    Entry("{reward_manager,reward.reward_manager}.{source,module.*}", note=MANAGER),
     Entry("trainer.{n_gpus_per_node,nnodes}", note="mesh.data=-1 takes every device that JAX finds"),
     Entry("trainer.balance_batch", note=PACKED),
     Entry("trainer.log_val_generations", note=KEPT),
@@ -367,13 +381,20 @@ NOT_NEEDED = (
     Entry("{transfer_queue,ray_kwargs,skip,hydra}.*", note="no Ray and no hydra"),
     Entry("model_engine", note="one trainer, on JAX's devices"),
     Entry(
-        f"{{{ACTOR},critic}}.optim.override_optimizer_config.*", note="actor.optim.offload, actor.optim.moments_dtype"
+        f"{BOTH}.optim.override_optimizer_config.{{*offload*,overlap_*,use_precision_aware_optimizer}}",
+        note="actor.optim.offload, actor.optim.moments_dtype",
     ),
     Entry("*_target_", note="hydra's class name"),
 )
 
 NOT_HERE = (  # an option that changes a run, followed by options that are read only with it
-    _missing(f"{ACTOR}.shuffle", "mini-batches follow the order of the batch"),
+    _missing(f"{BOTH}.shuffle", "mini-batches follow the order of the batch"),
+    _missing("critic.loss_scale_factor", "it is the actor's", f"${{{ACTOR}.loss_scale_factor}}"),
+    _missing(f"{MEGATRON}.{{moe_aux_loss_coeff,moe_z_loss_coeff}}", "the router has no loss of its own"),
+    _missing(f"{MEGATRON}.{{attention_dropout,hidden_dropout}}", DROPOUT),
+    _missing(f"{MODELS}.override_config.{{attention_dropout,embd_pdrop,resid_pdrop}}", DROPOUT),
+    _missing(f"{{{ACTOR}.fsdp_config,critic.{{fsdp,model.fsdp_config}}}}.model_dtype", FLOAT32, "fp32", "float32"),
+    _missing(f"{{{ACTOR}.{{fsdp_config,megatron}},{ROLLOUT}}}.dtype", "set model.dtype", "bfloat16", "bf16", "auto"),
     _missing(f"{ACTOR}.policy_loss.*", "for a policy loss that does not exist here"),
     _missing(f"{{{ARR}.ref,critic}}.router_replay.mode", REPLAY, "disabled"),
     _missing(f"{{{ACTOR},{ACTOR}.fsdp_config,{ARR}.ref.fsdp_config,critic.fsdp}}.qat.enable", DENSE),
@@ -382,6 +403,9 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
     Entry(f"{{{ACTOR},{ARR}.ref,critic}}.qat.*", note=DENSE),
     Entry(f"{ROLLOUT}.enable_rollout_routing_replay", note=REPLAY),
     Entry(f"{ROLLOUT}.{{quantization_config_file,qat*}}", note=DENSE),
+    _missing(f"{ROLLOUT}.prompt_length", "data.max_prompt_length is the limit", "${data.max_prompt_length}"),
+    _missing(f"{ROLLOUT}.response_length", LONGEST, "${data.max_response_length}"),
+    _missing(f"{ROLLOUT}.skip_rollout skip.*.enable", "every step samples its own responses"),
     _missing(f"{ROLLOUT}.limit_images", TEXT_ONLY),
     _missing(f"{ROLLOUT}.ignore_eos", "a response ends with its end-of-sequence token"),
     _missing(f"{ROLLOUT}.multi_turn.enable", SINGLE_TURN),
@@ -390,11 +414,16 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
     _missing(f"{ARR}.model.mtp.{{enable,enable_train}}", "one token is predicted at a time"),
     Entry(f"{{{ARR}.model.mtp.*,{ROLLOUT}.mtp}}", note="one token is predicted at a time"),
     _missing(f"{ARR}.model.{{external_lib,custom_chat_template}}", "change the files of model.path"),
+    _missing(f"{ARR}.model.{{hf_config_path,tokenizer_path}}", "read from model.path", f"${{{ARR}.model.path}}"),
     _missing(f"{ARR}.model.{{exclude_modules,lora_adapter_path,lora.{{dropout,adapter_path}}}}", ADAPTERS),
+    _missing(f"{ARR}.model.lora.{{exclude_modules,type,lora_B_init_method}}", ADAPTERS, "lora", "zero"),
     Entry(f"{ARR}.model.lora.*", note=ADAPTERS),
-    _missing(f"{ARR}.model.override_config", "change config.json of model.path"),
-    _missing(f"{ARR}.model.override_config.*", "change config.json of model.path"),
-    _missing(f"{{{ACTOR},critic}}.optim.{{optimizer,override_optimizer_config}}", OPTIMIZERS, "AdamW"),
+    _missing("critic.model.{lora_rank,lora.rank,lora_adapter_path,lora.adapter_path}", "the critic has no adapters"),
+    _missing(f"{MODELS}.override_config", "change config.json of model.path"),
+    _missing(f"{MODELS}.override_config.*", "change config.json of model.path"),
+    _missing(f"{BOTH}.optim.{{optimizer,override_optimizer_config}}", OPTIMIZERS, "AdamW"),
+    _missing(f"{BOTH}.optim.override_optimizer_config.*", OPTIMIZERS),
+    _missing(f"{BOTH}.optim.num_cycles", "lr_scheduler_type=cosine has half a cycle", 0.5),
     _missing(f"{ACTOR}.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_key,video_key,audio_key}", TEXT_ONLY, "images", "videos", "audios"),
     Entry("data.{image_patch_size,mm_processor_kwargs}", note=TEXT_ONLY),
@@ -412,11 +441,14 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
         "{custom_reward_function,reward.custom_reward_function}.reward_kwargs.*",
         "pass them in a function of your own that calls this one",
     ),
+    _missing("{reward,reward_model}.reward_kwargs.max_resp_len", LONGEST, "${data.max_response_length}"),
     _missing("{reward,reward_model}.reward_kwargs.*", "set them in a reward function of your own"),
     _missing(f"{SANDBOX}.url", "call the sandbox in a reward function of your own"),
     Entry(f"{SANDBOX}.*", note="for the sandbox"),
     _missing("reward_model.model.{input_tokenizer,external_lib,override_config}", "it has its own tokenizer"),
     _missing("reward_model.{reward_loop_source,reward_loop_module_path,reward_loop_class_name}", MANAGER, "register"),
+    _missing("{reward_manager,reward.reward_manager}.{source,module.path}", MANAGER, "register"),
+    Entry("{reward_manager,reward.reward_manager}.module.*", note=MANAGER),
     _missing("distillation.enabled", "set algorithm.distillation.path to the teacher"),
     Entry("distillation.*", note="algorithm.distillation has other options (algorithms.md)"),
     _missing("trainer.val_only", "use python -m dapo_jax.evaluate"),

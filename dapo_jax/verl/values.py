@@ -18,6 +18,12 @@ TRACKERS = ("console", "tensorboard", "wandb")
 BY_SEQUENCE = "seq-mean-token-mean"
 ALWAYS_BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
 ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+MEGATRON_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
 
 
 class ByHand(InputError):
@@ -87,7 +93,11 @@ def chat_template(value: Any, given: Values) -> dict[str, Any]:
 
 
 def lora_modules(value: Any, given: Values) -> dict[str, Any]:
-    return {} if value == "all-linear" else as_type_of("model.lora.target_modules", value)
+    """By Hugging Face's names."""
+    if value in (None, "all-linear"):
+        return {}
+    names = value if isinstance(value, list | tuple) else (value,)
+    return {"model.lora.target_modules": sum((MEGATRON_MODULES.get(name, (name,)) for name in names), ())}
 
 
 def router_replay(value: Any, given: Values) -> dict[str, Any]:
@@ -200,6 +210,12 @@ def bypass(value: Any, given: Values) -> dict[str, Any]:
     if value and (given.get(f"{prefix}.rollout_is") or given.get(f"{prefix}.rollout_rs")):
         raise InputError("rollout_is and rollout_rs need recomputed log-probabilities: they are computed here")
     return {"actor.old_logprob": "rollout"} if value else {}
+
+
+def sampled(value: Any, given: Values) -> dict[str, Any]:
+    if value is False and given.get(f"{ROLLOUT}.name") == "hf":
+        raise InputError("training needs samples, of a rollout.temperature above 0")
+    return {}
 
 
 def critic_warm_up(value: Any, given: Values) -> dict[str, Any]:

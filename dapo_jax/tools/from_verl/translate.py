@@ -21,6 +21,7 @@ OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?|verl\.trainer\.main")  # the last is EasyR1's
 CONFIG_FILE = re.compile(r"--config-(name|path|dir)(=.*)?|-cn|-cp|-cd|config=.*")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # a reference to another option
+WINS = re.compile(r".*\.optim\.(override_optimizer_config\..*|warmup_style)")  # over the same option by another name
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
 ASSUMED = {  # verl's defaults that conversions read
     "trainer.n_gpus_per_node": 8,
@@ -82,7 +83,7 @@ def translate(given: Mapping[str, str]) -> Translation:
         _take_unknown(key, given[key], result)
     values = {key: parsed(text) for key, text in known.items()}
     values = {**_defaults(values), **values}
-    for key, value in values.items():
+    for key, value in sorted(values.items(), key=lambda item: bool(WINS.fullmatch(item[0]))):
         _take(key, value, {**ASSUMED, **values}, result)
     _leave_out_unread(result)
     try:
@@ -143,7 +144,7 @@ def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) 
     elif entry is None:
         result.lost.append(f"{text}: not an option of verl 0.7 or 0.9")
     elif not entry.ours:
-        matters = entry.lost and not is_off(entry, value)
+        matters = entry.lost and not is_off(entry, value, values)
         (result.lost if matters else result.dropped).append(f"{text}: {entry.note}")
     else:
         try:
