@@ -248,7 +248,9 @@ def test_metrics_histograms_and_texts_count_what_the_policy_wrote():
         assert all(np.isfinite(list(row["metrics"].values())))
         turns = [sample.pop("turns", []) for sample in row["samples"]]  # which show who wrote what
         assert all(turns) == (one.by_policy is not None)
-        found.append((row, _Measured.of(dataclasses.replace(shaped, answers=[])).lengths.tolist()))
+        found.append(
+            (row, _Measured.of(dataclasses.replace(shaped, answers=[]), shaped.scores["score"]).lengths.tolist())
+        )
     clipped = length_metrics("response", np.array([2, 3]), 4, np.array([2, 4]))
     assert clipped["response_length/clip_ratio"] == 0.5 and clipped["response_length/max"] == 3
     np.testing.assert_equal(found[1], found[0])

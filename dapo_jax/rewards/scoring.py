@@ -154,13 +154,17 @@ def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelSc
         [row.template_kwargs for row in rows],
     )
     found = np.where(experience.known, found.astype(np.float64).reshape(experience.finished.shape), np.nan)
-    settings = scorer.settings
-    score = settings.function_weight * experience.scores["score"] + settings.weight * found
+    score = mixed(experience.scores["score"], found, scorer.settings)
     if not verified:
         rest = {name: values for name, values in experience.scores.items() if name != "acc"}
         experience = replace(experience, scores=rest)
     experience = replace(experience, work={**experience.work, "reward_model": work})
     return experience.with_scores(reward_model=found, score=score)
+
+
+def mixed(score: np.ndarray, found: np.ndarray, settings: RewardModelConfig) -> np.ndarray:
+    """The weighted sum of a verifier's scores and those that a reward model has `found`."""
+    return settings.function_weight * score + settings.weight * found
 
 
 def add_rewards(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dapo_jax.config.sections import RewardModelConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.monitor.bars import bar
 from dapo_jax.monitor.statistics import HELD_OUT, evaluation_metrics, length_metrics
@@ -19,6 +20,7 @@ from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import SharedFailure
 from dapo_jax.rewards.lowest import lowered
 from dapo_jax.rewards.pipeline import RewardPipeline
+from dapo_jax.rewards.scoring import mixed
 from dapo_jax.rewards.verification import total_failure
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 from dapo_jax.run.problems import TaskSet
@@ -86,9 +88,9 @@ def evaluate(
         for task in task_sets:
             batches, outcomes = [], []
             with jax.set_mesh(held_out.sampler.mesh), held_out.stage("testing"):
-                for experience in _sample(held_out, weights, task, ended.update):
+                for experience, score in _sample(held_out, weights, task, ended.update):
                     receive(task, experience)
-                    batches.append(_Measured.of(experience))
+                    batches.append(_Measured.of(experience, score))
                     outcomes.append(experience.outcomes)
                     num_errors += experience.num_errors
                     num_missing += int((~experience.known).sum())
@@ -97,7 +99,8 @@ def evaluate(
                 if verdicts_needed or most < 1:
                     raise SharedFailure(failure)
                 logger.warning("%s", failure)
-            metrics |= _task_metrics(held_out, prefix, task, _Measured.join(batches))
+            measured = _Measured.join(batches, held_out.rewards.settings.model)
+            metrics |= _task_metrics(held_out, prefix, task, measured)
     return metrics | {f"{prefix}/num_errors": num_errors, f"{prefix}/num_missing": num_missing}
 
 
@@ -124,14 +127,19 @@ class _Measured:
     whole: np.ndarray  # [Q, n] with those of an environment
 
     @classmethod
-    def of(cls, experience: Experience) -> "_Measured":
+    def of(cls, experience: Experience, score: np.ndarray) -> "_Measured":
+        """What `join` takes: `score` is the verifier's, without that of a reward model."""
         assert experience.answers is not None
         whole = experience.mask.sum(axis=-1)
-        return cls(experience.scores, experience.failed, experience.answers, experience.lengths, whole)
+        scores = {**experience.scores, "score": score}
+        return cls(scores, experience.failed, experience.answers, experience.lengths, whole)
 
     @classmethod
-    def join(cls, parts: "Sequence[_Measured]") -> "_Measured":
-        """All batches. A response that made its verifier fail has the lowest score of any response to the task set."""
+    def join(cls, parts: "Sequence[_Measured]", model: RewardModelConfig) -> "_Measured":
+        """All batches. A response that made its verifier fail has the lowest score of any response to the task set.
+
+        As in training, only then a reward model's score is mixed in.
+        """
         names = dict.fromkeys(name for part in parts for name in part.scores)
         absent = [np.full(part.lengths.shape, np.nan) for part in parts]
         scores = {
@@ -140,17 +148,22 @@ class _Measured:
         }
         answers = [row for part in parts for row in part.answers]
         failed = np.concatenate([part.failed for part in parts])
-        least = lowered({name: values.reshape(1, -1) for name, values in scores.items()}, failed.reshape(1, -1), {})
+        given = {name: values.reshape(1, -1) for name, values in scores.items() if name != "reward_model"}
+        least = scores | lowered(given, failed.reshape(1, -1), {})
         scores = {
             name: np.where(np.isnan(values), np.nan, least[name].reshape(values.shape))
             for name, values in scores.items()
         }
+        if "reward_model" in scores:
+            scores["score"] = mixed(scores["score"], scores["reward_model"], model)
         lengths, whole = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "whole"))
         return cls(scores, failed, answers, lengths, whole)
 
 
-def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[int], object]) -> Iterator[Experience]:
-    """Scored responses to all rows of a task set, a batch at a time."""
+def _sample(
+    held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[int], object]
+) -> Iterator[tuple[Experience, np.ndarray]]:
+    """Scored responses to all rows of a task set, a batch at a time, each with the scores [Q, n] of its verifier."""
     options, rewards, sampler = task.options, held_out.rewards, held_out.sampler
     size, function = options.batch_size or len(task.prompts), options.reward_function
     sampling = Sampling.create(options.temperature, options.top_p, options.top_k)
@@ -159,7 +172,8 @@ def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[
     verify = functools.partial(rewards.verify, task.prompts, **given)
     for start in range(0, len(task.prompts), size):
         experience = sampler.sample(request, task.prompts, range(start, min(start + size, len(task.prompts))), verify)
-        yield rewards.add_model_scores(experience, task.prompts, function=function)
+        score = experience.score("score")
+        yield rewards.add_model_scores(experience, task.prompts, function=function), score
 
 
 def _task_metrics(held_out: HeldOut, prefix: str, task: TaskSet, measured: _Measured) -> dict[str, float]:

@@ -10,7 +10,13 @@ from shapes import mesh_of
 from small_run import assert_same_policy, copied, rows_without_clock, small_config, unsure_function
 
 from dapo_jax.algorithms.kl import ROUNDING, ROUNDING_BF16
-from dapo_jax.config.sections import DataConfig, FilterGroupsConfig, LengthRewardConfig, OverlongBufferConfig
+from dapo_jax.config.sections import (
+    DataConfig,
+    FilterGroupsConfig,
+    LengthRewardConfig,
+    OverlongBufferConfig,
+    RewardModelConfig,
+)
 from dapo_jax.data.experience import concatenate, from_arrays, to_arrays
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import character_tokenizer
@@ -181,7 +187,9 @@ def test_an_evaluation_is_the_mean_over_verdicts_and_no_number_without_any():
     lengths = np.ones((1, 2)), np.ones((1, 2))
     parts = [_Measured({"score": np.array([[0.0, 1.0]])}, failed, [["", ""]], *lengths)]
     parts += [_Measured({"score": np.array([[-1.0, NAN]])}, ~failed, [["", ""]], *lengths)]
-    np.testing.assert_array_equal(_Measured.join(parts).scores["score"], [[-1.0, 1.0], [-1.0, NAN]])
+    np.testing.assert_array_equal(
+        _Measured.join(parts, RewardModelConfig()).scores["score"], [[-1.0, 1.0], [-1.0, NAN]]
+    )
 
 
 def test_a_row_without_a_verdict_changes_no_number_of_the_others(tmp_path):

@@ -22,7 +22,9 @@ from dapo_jax.models.flops import TokenFlops
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.rewards.lowest import with_lowest
 from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer, plan_batches, scoring_work
+from dapo_jax.run.held_out import _Measured
 from dapo_jax.training.loop import train
 
 CHAT = ({"role": "user", "content": "1 + 2 ="},)
@@ -214,6 +216,19 @@ def test_the_score_is_the_weighted_sum_of_verifier_and_reward_model():
     assert all(getattr(found, name) is getattr(EXPERIENCE, name) for name in others)
 
 
+def test_an_evaluation_gives_a_failed_verification_what_training_does():
+    """The verifier's lowest number, and then the reward model's own on top."""
+    settings, failed = RewardModelConfig(weight=0.5, function_weight=2.0), np.array([[False, False], [False, True]])
+    scores = EXPERIENCE.scores | {"score": np.array([[1.0, -3.0], [1.0, 0.0]])}
+    groups = dataclasses.replace(EXPERIENCE, failed=failed, scores=scores, answers=[["", ""]] * 2)
+    scorer: Any = LengthScorer(settings)
+    evaluated = add_model_scores(groups, PROMPT_SET, scorer, verified=True)
+    trained = add_model_scores(with_lowest(groups, {"score": -3.0}), PROMPT_SET, scorer, verified=True)
+    found = _Measured.join([_Measured.of(evaluated, scores["score"])], settings)
+    np.testing.assert_equal(found.scores, trained.scores)
+    assert found.scores["score"][1, 1] == 2.0 * -3 + 0.5 * 14
+
+
 def test_without_a_verifier_there_is_no_accuracy():
     unjudged = EXPERIENCE.with_scores(score=np.zeros((2, 2)))
     scorer: Any = LengthScorer()
@@ -257,7 +272,10 @@ def test_a_run_trains_on_the_sum_of_verifier_and_reward_model(directory, tmp_pat
     rows = read_metrics(tmp_path)
     names = {name for row in rows for name in row}
     assert any("/acc/" in name for name in names) == (function != "none")
-    assert any(name.startswith("eval/") and "/reward_model/mean@" in name for name in names)
+    part = next(name for name in names if name.startswith("eval/") and "/reward_model/mean@" in name)
+    for row in (row for row in rows if part in row):
+        accuracy = row.get(part.replace("reward_model", "acc"), 0.0)
+        assert row[part.replace("reward_model", "score")] == pytest.approx(accuracy + row[part])
     for row in rows[1:]:
         assert np.isfinite(row["actor/pg_loss"]) and row["actor/grad_norm"] > 0
         expected = row.get("rollout/acc/mean", 0.0) + row["rollout/reward_model/mean"]
