@@ -300,7 +300,7 @@ def test_a_batch_and_its_metrics_do_not_depend_on_what_passes_find_on_observatio
                     groups_ = batch_module.penalize_kl(run.learner, groups_, 0.1)
                 logprobs = np.where(groups_.policy_mask, groups_.logprobs, -shift)
                 groups_ = dataclasses.replace(groups_, logprobs=logprobs.astype(np.float32))
-                inputs = estimator_inputs(run, groups_, models)
+                inputs, _ = estimator_inputs(run, groups_, models)
                 recompute = run.config.actor.old_logprob == "recompute"
                 found.append(
                     (groups_, *make_batch(run.learner, groups_, models, recompute=recompute, kl_coef=0.1, **inputs))

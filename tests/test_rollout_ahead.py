@@ -18,7 +18,9 @@ from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
 from dapo_jax.run import meshes
 from dapo_jax.run.parts import open_run
 from dapo_jax.run.progress import advance
+from dapo_jax.run.sampler import Sampler
 from dapo_jax.training import loop as train_module
+from dapo_jax.training import step as step_module
 from dapo_jax.training.loop import train
 from dapo_jax.training.state import check_sampling, first_state
 from dapo_jax.training.step import sample_batch, train_on
@@ -141,8 +143,24 @@ def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path, mon
     use_two_devices(monkeypatch)
     remax = {"algorithm.adv_estimator": "remax", "trainer.total_training_steps": 2}
     remax |= {"reward.model.path": str(write_reward_model(tmp_path / "reward"))}
+    greedy, sampled = [], []
+
+    def counting(counts, function, tokens_of):
+        def counted(*arguments):
+            found = function(*arguments)
+            counts.append(tokens_of(found, *arguments))
+            return found
+
+        return counted
+
+    monkeypatch.setattr(Sampler, "sample", counting(greedy, Sampler.sample, lambda found, *_: found.num_tokens))
+    of_groups = counting(sampled, step_module.collect, lambda _, accepted, *rest: accepted.sampled.tokens)
+    monkeypatch.setattr(step_module, "collect", of_groups)
     train(small_config(tmp_path, **{**AHEAD, **remax, "trainer.test_freq": -1, "trainer.val_before_train": False}))
-    assert len(read_metrics(tmp_path)) == 2
+    rows = read_metrics(tmp_path)
+    generated = [row["dynamic_sampling/generated_tokens"] for row in rows]
+    assert len(rows) == 2 and min(greedy) > 0
+    assert generated == np.add(greedy[:2], sampled).tolist()  # then it evaluates
 
 
 @pytest.mark.slow

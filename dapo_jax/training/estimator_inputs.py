@@ -24,17 +24,18 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 def estimator_inputs(
     run: Run, experience: Experience, models: Models, lowest: Mapping[str, float] = NOTHING
-) -> dict[str, Any]:
-    """`hinted` and `baselines` of `make_batch`, each None unless the run's estimator needs it.
+) -> tuple[dict[str, Any], int]:
+    """`hinted` and `baselines` of `make_batch`, each None unless the run's estimator needs it; tokens sampled for them.
 
     Args:
         lowest: of each number that the verifier has given.
     """
     estimator = named_estimator(run.config.algorithm.adv_estimator)
-    return {
-        "hinted": hinted(run, experience) if needs(estimator, "hint_logprobs") else None,
-        "baselines": greedy_rewards(run, experience, models, lowest) if needs(estimator, "reward_baselines") else None,
-    }
+    baselines, tokens = None, 0
+    if needs(estimator, "reward_baselines"):
+        baselines, tokens = greedy_rewards(run, experience, models, lowest)
+    hints = hinted(run, experience) if needs(estimator, "hint_logprobs") else None
+    return {"hinted": hints, "baselines": baselines}, tokens
 
 
 def hinted(run: Run, experience: Experience) -> list[list[int]]:
@@ -43,8 +44,12 @@ def hinted(run: Run, experience: Experience) -> list[list[int]]:
     return hinted_prompts([rows[row] for row in experience.rows], run.sampler.tokenizer, run.config.data)
 
 
-def greedy_rewards(run: Run, experience: Experience, models: Models, lowest: Mapping[str, float]) -> np.ndarray:
+def greedy_rewards(
+    run: Run, experience: Experience, models: Models, lowest: Mapping[str, float]
+) -> tuple[np.ndarray, int]:
     """The reward [Q, G] of the most likely response to each response's prompt (ReMax); NaN without a verdict on it.
+
+    Also returns the tokens of these responses.
 
     Raises:
         RuntimeError: the verification of all of them failed.
@@ -59,4 +64,4 @@ def greedy_rewards(run: Run, experience: Experience, models: Models, lowest: Map
             raise SharedFailure(failure)
         shaped = run.rewards.shape(with_lowest(greedy, lowest), prompts)
     rewards = shaped.scores["seq_reward"].astype(np.float32)
-    return np.repeat(rewards, experience.finished.shape[1], axis=1)
+    return np.repeat(rewards, experience.finished.shape[1], axis=1), greedy.num_tokens

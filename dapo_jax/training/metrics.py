@@ -28,6 +28,8 @@ from dapo_jax.run.passes import compute_dtype
 from dapo_jax.run.problems import Problems
 from dapo_jax.run.segments import Segments
 
+GREEDY = "greedy tokens"  # sampled for the update, among its metrics
+
 
 def collect(accepted: Accepted, data: DataConfig, problems: Problems) -> Collected:
     """The groups to train on, with the metrics of all that were sampled for them."""
@@ -182,6 +184,13 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
             accepted, [np.ones_like(one.keep) for one in rounds]
         ),
     }
+
+
+def with_greedy(metrics: Mapping[str, float], tokens: float) -> dict[str, float]:
+    """The metrics of a step's groups with the `tokens` of greedy responses among those generated."""
+    generated = metrics["dynamic_sampling/generated_tokens"] + tokens
+    ratio = generated / max(metrics["dynamic_sampling/trained_tokens"], 1)
+    return {**metrics, "dynamic_sampling/generated_tokens": generated, "dynamic_sampling/overgen_ratio": ratio}
 
 
 def _length_ratio(accepted: Accepted, groups: Sequence[np.ndarray]) -> float:

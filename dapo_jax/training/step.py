@@ -41,7 +41,7 @@ from dapo_jax.run.sampler import GroupRollout
 from dapo_jax.run.segments import SegmentedRollout, segments_of
 from dapo_jax.run.settings import learning_rates
 from dapo_jax.training.estimator_inputs import NOTHING, estimator_inputs
-from dapo_jax.training.metrics import batch_records, collect, performance_metrics
+from dapo_jax.training.metrics import GREEDY, batch_records, collect, performance_metrics, with_greedy
 from dapo_jax.training.sample_texts import step_row
 from dapo_jax.training.state import RunState
 
@@ -164,8 +164,9 @@ def train_on(
     if experience is None:
         return models, lambda: ({}, {})
     learner, recompute = run.learner, recomputes(run.config, progress)
-    further = estimator_inputs(run, experience, models, lowest)  # for some estimators: hints, greedy responses
+    further, greedy = estimator_inputs(run, experience, models, lowest)  # for some estimators: hints, greedy responses
     batch, metrics = make_batch(learner, experience, models, recompute=recompute, kl_coef=progress.kl_coef, **further)
+    metrics[GREEDY] = greedy
     run.observe(batch)
     rates = learning_rates(learner.batching.trained, run.config.trainer, step)
     models, wait = update(learner, models, batch, rates)
@@ -223,12 +224,13 @@ def train_step(
         ahead, stream = (None, stream) if ahead.solved else (ahead, later)  # then the newer policy samples once more
     found, histograms = finish()
     found |= run.monitor.slowest_process()
-    progress, further = advance(config, progress, sampled, sampled.metrics | found)
+    found = with_greedy(sampled.metrics, found.pop(GREEDY, 0)) | found
+    progress, further = advance(config, progress, sampled, found)
     seconds, mesh = time.perf_counter() - start, run.learner.mesh
     performance = performance_metrics(
         sampled.experience, seconds, arch=run.arch, mesh=mesh, num_devices=run.num_devices
     )
-    metrics = sampled.metrics | found | further | performance
+    metrics = found | further | performance
     rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
     row = step_row(sampled, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
     progress = dataclasses.replace(

@@ -176,7 +176,7 @@ def accepted(tmp_path_factory):
 
 def training_batch(run, experience, *, recompute=False):
     models = run.learner.networks.init_models()
-    inputs = estimator_inputs(run, experience, models)
+    inputs, _ = estimator_inputs(run, experience, models)
     return make_batch(run.learner, experience, models, recompute=recompute, kl_coef=0.0, **inputs)
 
 
