@@ -67,7 +67,9 @@ def sample_batch(
         environments.take_metrics()  # of an evaluation
     accepted = sample_groups(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
     sampled = collect(accepted, run.config.data, run.problems)
-    if run.config.algorithm.filter_groups.enable and sampled.experience is not None:
+    if not run.config.algorithm.filter_groups.enable:
+        sampled.metrics.pop("train/mean_metric_std", None)  # there is none
+    elif sampled.experience is not None:
         filter_log.log_step(sampled.metrics)
     sampled.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()
     sampled.metrics.update(run.rewards.judge_metrics())

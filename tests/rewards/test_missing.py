@@ -296,4 +296,5 @@ def test_a_run_in_which_verdicts_are_missing_or_fail_resumes_as_if_not_stopped(t
     rows = rows_without_clock(tmp_path / "whole")
     assert rows_without_clock(parts)[-1] == rows[-1]
     assert rows[-1]["reward/num_errors"] > rows[-1]["reward/num_missing"] > 0 and rows[-1]["rollout/acc/min"] >= -1
+    assert ("train/mean_metric_std" in rows[-1]) == changes.get("algorithm.filter_groups.enable", True)
     assert None not in rows[-1].values()
