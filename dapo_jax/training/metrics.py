@@ -112,7 +112,6 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
     known = np.concatenate([part.known for part in sampled])
     metrics = {
         **statistics.score_metrics(scores),
-        "rollout/model_version": int(max(part.versions.max() for part in sampled)),
         "reward/length_correlation": statistics.length_correlation(
             scores["score"],
             np.concatenate([part.lengths for part in sampled]),

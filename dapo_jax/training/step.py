@@ -71,6 +71,8 @@ def sample_batch(
         sampled.metrics.pop("train/mean_metric_std", None)  # there is none
     elif sampled.experience is not None:
         filter_log.log_step(sampled.metrics)
+    if accepted.rounds:
+        sampled.metrics["rollout/model_version"] = progress.step
     sampled.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()
     sampled.metrics.update(run.rewards.judge_metrics())
     if environments is not None:

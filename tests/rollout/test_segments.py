@@ -69,6 +69,8 @@ def test_a_run_in_segments_is_killed_and_resumes_and_does_not_depend_on_the_slot
     assert rows_without_clock(tmp_path / "parts") == rows
     first = next(row for row in rows if row["step"])
     assert first["dynamic_sampling/num_begun"] > 0 and first["dynamic_sampling/partial_step"] == 1
+    versions = {row["step"]: row["rollout/model_version"] for row in rows if "rollout/model_version" in row}
+    assert len(versions) > 2 and all(version == step - 1 for step, version in versions.items())
     trained = [row for row in rows if "sample/token_staleness/max" in row]
     assert len(trained) >= 3
     for row in trained:
