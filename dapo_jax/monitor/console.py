@@ -53,12 +53,6 @@ STAGES = {  # timer name -> what the bar and the report say; `other` is the repo
 }
 _OF_SAMPLING = ("gen", "reward", "shape", "filter")  # stages that take turns until a step has its groups
 LONG_S = 30.0  # after which a stage has a line of its own; the next ones come after twice, four times, ... as long
-_TOKENS = {  # stage -> metric that counts the tokens it processes
-    "gen": "dynamic_sampling/generated_tokens",
-    **dict.fromkeys(
-        ("old_log_prob", "ref", "values", "teacher", "update_critic", "update_actor"), "perf/total_num_tokens"
-    ),
-}
 
 
 class Console:
@@ -202,8 +196,8 @@ def _speeds(metrics: Mapping[str, float]) -> dict[str, str]:
     for metric, seconds in metrics.items():
         area, _, stage = metric.partition("/")
         if area == "timing_s" and seconds > 0:
-            tokens = metrics.get(_TOKENS.get(stage, ""))
-            speeds[stage] = f"{seconds:.1f} s" if tokens is None else f"{tokens / seconds:,.0f} tokens/s"
+            per_token = None if stage == "adv" else metrics.get(f"timing_per_token_ms/{stage}")
+            speeds[stage] = f"{seconds:.1f} s" if per_token is None else f"{1000 / per_token:,.0f} tokens/s"
     return speeds
 
 

@@ -139,11 +139,14 @@ def time_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """`timing_per_token_ms/` and `time/`, from a step's `timing_s/` and its numbers of tokens.
 
     A training stage is divided by the tokens of the batch, prompts included; sampling by all sampled tokens, dropped
-    groups included (verl: by the responses of the batch).
+    groups included (verl: by the responses of the batch). With the KL divergence in the reward, `ref` is of all sampled
+    groups, whose prompts are not counted: it is left out.
     """
     seconds = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
     trained, generated = metrics.get("perf/total_num_tokens"), metrics.get("dynamic_sampling/generated_tokens")
     tokens = {"gen": generated, **{stage: trained for stage in TRAINING_STAGES}}
+    if "actor/reward_kl_penalty" in metrics:
+        del tokens["ref"]
     found = {
         f"timing_per_token_ms/{stage}": 1000 * seconds[stage] / count
         for stage, count in tokens.items()

@@ -9,6 +9,7 @@ from terminal import look_at_a_terminal
 
 from dapo_jax.monitor import console as console_module
 from dapo_jax.monitor.console import WIDTH, Console
+from dapo_jax.monitor.statistics import time_metrics
 
 METRICS = {
     "rollout/acc/mean": 0.4123,
@@ -155,7 +156,8 @@ def test_on_a_terminal_the_bar_shows_stage_and_steps_done(monkeypatch):
 def test_the_stage_has_the_speed_of_the_step_before(monkeypatch):
     terminal, console = look_at_a_terminal(monkeypatch), make_console(10)
     tokens = {"dynamic_sampling/generated_tokens": 4000, "perf/total_num_tokens": 900}
-    console.step_line(1, tokens | {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/reward": 1.25})
+    row = tokens | {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/reward": 1.25}
+    console.step_line(1, row | time_metrics(row))
     speeds = {"gen": "sampling 2,000", "update_actor": "updating the policy 1,800", "reward": "verifying 1.2 s"}
     for name, speed in speeds.items():
         console.stage(name)
