@@ -30,13 +30,13 @@ def test_operations_of_a_forward_pass():
         assert forward_flops(arch, np.array([[5], [7]])) == expected
 
 
-def utilised(kind: str, row: dict, **changes) -> dict:
+def utilised(kind: str, row: dict, *, ahead=False, **changes) -> dict:
     """The utilisation of two training devices of this kind."""
     platform = {"NVIDIA": "gpu", "TPU": "tpu"}.get(kind.split()[0], "cpu")
     device = SimpleNamespace(device_kind=kind, platform=platform, compute_capability="9.0" if platform == "gpu" else "")
     mesh: Any = SimpleNamespace(devices=np.array([device, device]), size=2)
     config = small_config("unused", **changes)
-    return utilisation(config.model, trained(config), mesh, row)
+    return utilisation(config.model, trained(config), mesh, row, ahead=ahead)
 
 
 def test_utilisation_is_of_the_peak_of_all_training_devices():
@@ -54,6 +54,8 @@ def test_utilisation_is_of_the_peak_of_all_training_devices():
 
 def test_utilisation_is_left_out_where_peak_or_work_is_unknown():
     assert utilised("NVIDIA H200", ROW).keys() == {"perf/mfu/actor"}
+    recomputed = ROW | {"actor/recomputed_logprobs": 1.0}
+    assert utilised("NVIDIA H200", recomputed, ahead=True).keys() == {"perf/mfu/actor_infer"}, "updates overlap"
     assert utilised("cpu", ROW) == utilised("NVIDIA H200", {"timing_s/update_actor": 3.0}) == {}
 
 

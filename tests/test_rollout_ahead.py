@@ -112,6 +112,8 @@ def test_every_batch_but_the_first_is_one_step_old(ahead):
     assert rows[0]["rollout_corr/logprob_abs_diff"] < 1e-5
     assert all(row["rollout_corr/logprob_abs_diff"] > 1e-4 for row in rows[1:])
     assert not any(row["actor/recomputed_logprobs"] for row in rows)
+    mixed = {"time/train_step", "timing_per_token_ms/gen", "timing_per_token_ms/update_actor"}
+    assert not any(mixed & set(row) for row in rows), "of sampling the next batch meanwhile"
 
 
 @pytest.mark.slow

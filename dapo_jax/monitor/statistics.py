@@ -21,6 +21,8 @@ LENGTH_PERCENTILES = (10, 25, 50, 75, 90, 99)
 MIN_COMPARED = 16  # answers that a meaningful correlation needs
 # verl's names, where it has them
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "teacher", "update_critic", "update_actor")
+# With trainer.rollout_ahead: of the next batch; of what is left of the update once that is sampled
+AHEAD_STAGES = ("gen", "update_critic", "update_actor")
 
 _DRAWS = 1000  # verl's number
 _SEED = 42  # and verl's seed
@@ -135,22 +137,26 @@ def balance_metrics(lengths: np.ndarray, of_devices: np.ndarray) -> dict[str, fl
     }
 
 
-def time_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+def time_metrics(metrics: Mapping[str, float], *, ahead: bool = False) -> dict[str, float]:
     """`timing_per_token_ms/` and `time/`, from a step's `timing_s/` and its numbers of tokens.
 
     A training stage is divided by the tokens of the batch, prompts included; sampling by all sampled tokens, dropped
     groups included (verl: by the responses of the batch). With the KL divergence in the reward, `ref` is of all sampled
     groups, whose prompts are not counted: it is left out.
+
+    Args:
+        ahead: the next batch is sampled during the update: its times are left out, they are not those of this batch.
     """
     seconds = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
     trained, generated = metrics.get("perf/total_num_tokens"), metrics.get("dynamic_sampling/generated_tokens")
     tokens = {"gen": generated, **{stage: trained for stage in TRAINING_STAGES}}
+    unknown = AHEAD_STAGES if ahead else ()
     if "actor/reward_kl_penalty" in metrics:
-        del tokens["ref"]
+        unknown = *unknown, "ref"
     found = {
         f"timing_per_token_ms/{stage}": 1000 * seconds[stage] / count
         for stage, count in tokens.items()
-        if stage in seconds and count
+        if stage in seconds and count and stage not in unknown
     }
     sums = {
         "time/eval": ("testing",),
@@ -159,7 +165,7 @@ def time_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         **{f"time/experience_pipeline/operator/{name}": (stage,) for name, stage in OPERATORS.items()},
         "time/experience_pipeline/write": ("write",),
         "time/experience_pipeline/total": (*OPERATORS.values(), "write"),
-        "time/train_step": TRAINING_STAGES,
+        "time/train_step": () if ahead else TRAINING_STAGES,
     }
     for name, stages in sums.items():
         if there := [seconds[stage] for stage in stages if stage in seconds]:

@@ -270,8 +270,9 @@ def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState, rerun: 
 def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) -> None:
     """Writes a step's metrics to metrics.jsonl, the trackers and the console."""
     metrics |= run.monitor.timers.pop()
-    batching = run.learner.batching
-    metrics |= time_metrics(metrics) | utilisation(run.config.model, batching.trained, batching.mesh, metrics)
+    batching, ahead = run.learner.batching, bool(run.config.trainer.rollout_ahead)
+    used = utilisation(run.config.model, batching.trained, batching.mesh, metrics, ahead=ahead)
+    metrics |= time_metrics(metrics, ahead=ahead) | used
     records.write(step, metrics)
     run.monitor.console.step_line(step, metrics)
 

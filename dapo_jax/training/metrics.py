@@ -242,11 +242,19 @@ def forward_flops(arch: Architecture, lengths: np.ndarray) -> float:
 
 
 def utilisation(
-    model: ModelConfig, networks: Mapping[str, Network], mesh: Mesh, metrics: Mapping[str, float]
+    model: ModelConfig,
+    networks: Mapping[str, Network],
+    mesh: Mesh,
+    metrics: Mapping[str, float],
+    *,
+    ahead: bool = False,
 ) -> dict[str, float]:
     """`perf/mfu/`: the share of the training devices' peak that a step's passes reach; {} where that is not known.
 
     An update is three forward passes an epoch; two with adapters, whose gradients alone are computed.
+
+    Args:
+        ahead: as in `time_metrics`.
     """
     peak = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(model, mesh).name).flops
     forward = metrics.get("perf/forward_tflop")
@@ -260,7 +268,7 @@ def utilisation(
     return {
         f"perf/mfu/{name}": count * forward * 1e12 / (metrics[f"timing_s/{stage}"] * mesh.size * peak)
         for name, (stage, count) in passes.items()
-        if f"timing_s/{stage}" in metrics
+        if f"timing_s/{stage}" in metrics and not (ahead and stage in statistics.AHEAD_STAGES)
     }
 
 

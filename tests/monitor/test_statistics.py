@@ -200,6 +200,9 @@ def test_times_are_per_token_and_under_both_names():
     assert time_metrics(passes)["timing_per_token_ms/ref"] == 2.0
     of_all_sampled = time_metrics(passes | {"actor/reward_kl_penalty": 0.1})
     assert "timing_per_token_ms/ref" not in of_all_sampled and of_all_sampled["time/train_step"] == 4.5
+    ahead = time_metrics(row, ahead=True)
+    assert ahead["timing_per_token_ms/adv"] == 1.0 and ahead["time/wait_explore_step"] == 3.0
+    assert not {"time/train_step", "timing_per_token_ms/gen", "timing_per_token_ms/update_actor"} & set(ahead)
     assert time_metrics({"timing_s/testing": 1.0}) == {"time/eval": 1.0}, "the row before the first step"
     nothing = {"timing_s/gen": 1.0, "dynamic_sampling/generated_tokens": 0}
     assert time_metrics(nothing) == {"time/wait_explore_step": 1.0}
