@@ -67,6 +67,8 @@ def test_memory_is_what_devices_and_host_tell(monkeypatch):
     monkeypatch.setattr(step_metrics, "used_host_bytes", lambda: 2.0**29)
     fake: Any = SimpleNamespace(local_devices=devices)
     assert memory_metrics(fake) == {"perf/max_memory_allocated_gb": 3.0, "perf/cpu_memory_used_gb": 0.5}
+    apart: list[Any] = [SimpleNamespace(local_devices=[device]) for device in devices]
+    assert memory_metrics(*apart) == memory_metrics(fake), "of devices that train and those that sample"
     monkeypatch.setattr(step_metrics, "used_host_bytes", lambda: None)
     assert "perf/cpu_memory_used_gb" not in memory_metrics(fake)
 

@@ -20,6 +20,7 @@ from dapo_jax.run.parts import open_run
 from dapo_jax.run.progress import advance
 from dapo_jax.run.sampler import Sampler
 from dapo_jax.training import loop as train_module
+from dapo_jax.training import metrics as metrics_module
 from dapo_jax.training import step as step_module
 from dapo_jax.training.loop import train
 from dapo_jax.training.state import check_sampling, first_state
@@ -145,7 +146,7 @@ def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path, mon
     use_two_devices(monkeypatch)
     remax = {"algorithm.adv_estimator": "remax", "trainer.total_training_steps": 2}
     remax |= {"reward.model.path": str(write_reward_model(tmp_path / "reward"))}
-    greedy, sampled = [], []
+    greedy, sampled, meshes = [], [], []
 
     def counting(counts, function, tokens_of):
         def counted(*arguments):
@@ -158,8 +159,13 @@ def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path, mon
     monkeypatch.setattr(Sampler, "sample", counting(greedy, Sampler.sample, lambda found, *_: found.num_tokens))
     of_groups = counting(sampled, step_module.collect, lambda _, accepted, *rest: accepted.sampled.tokens)
     monkeypatch.setattr(step_module, "collect", of_groups)
+    of_memory = counting(
+        meshes, metrics_module.memory_metrics, lambda _, *of: {device for mesh in of for device in mesh.devices.flat}
+    )
+    monkeypatch.setattr(metrics_module, "memory_metrics", of_memory)
     train(small_config(tmp_path, **{**AHEAD, **remax, "trainer.test_freq": -1, "trainer.val_before_train": False}))
     rows = read_metrics(tmp_path)
+    assert list(map(len, meshes)) == [2, 2], "memory is that of those that train and sample"
     generated = [row["dynamic_sampling/generated_tokens"] for row in rows]
     assert len(rows) == 2 and min(greedy) > 0
     assert generated == np.add(greedy[:2], sampled).tolist()  # then it evaluates

@@ -204,15 +204,15 @@ def _length_ratio(accepted: Accepted, groups: Sequence[np.ndarray]) -> float:
 
 
 def performance_metrics(
-    trained: Experience | None, seconds: float, *, arch: Architecture, mesh: Mesh, num_devices: int
+    trained: Experience | None, seconds: float, *, arch: Architecture, meshes: Sequence[Mesh], num_devices: int
 ) -> dict[str, float]:
     """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds.
 
     Args:
-        mesh: that trains.
-        num_devices: that train and sample.
+        meshes: that train and sample.
+        num_devices: of them all.
     """
-    metrics = {"perf/time_per_step": seconds, "timing_s/step": seconds, **memory_metrics(mesh)}
+    metrics = {"perf/time_per_step": seconds, "timing_s/step": seconds, **memory_metrics(*meshes)}
     if trained is None:
         return metrics
     prompts = np.array([len(prompt) for prompt in trained.prompts])
@@ -272,9 +272,9 @@ def utilisation(
     }
 
 
-def memory_metrics(mesh: Mesh) -> dict[str, float]:
+def memory_metrics(*meshes: Mesh) -> dict[str, float]:
     """GiB of memory: the peak of this process' devices (if they report it), and what the host uses now."""
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    stats = [device.memory_stats() or {} for mesh in meshes for device in mesh.local_devices]
     names = {"allocated": "peak_bytes_in_use", "reserved": "peak_pool_bytes"}
     found = {
         f"perf/max_memory_{name}_gb": max(stat[key] for stat in stats) / GIB

@@ -230,9 +230,9 @@ def train_step(
     found |= run.monitor.slowest_process()
     found = with_greedy(sampled.metrics, found.pop(GREEDY, 0)) | found
     progress, further = advance(config, progress, sampled, found)
-    seconds, mesh = time.perf_counter() - start, run.learner.mesh
+    seconds, meshes = time.perf_counter() - start, (run.learner.mesh, run.sampler.mesh)
     performance = performance_metrics(
-        sampled.experience, seconds, arch=run.arch, mesh=mesh, num_devices=run.num_devices
+        sampled.experience, seconds, arch=run.arch, meshes=meshes, num_devices=run.num_devices
     )
     metrics = found | further | performance
     rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
