@@ -9,6 +9,7 @@ import pytest
 from small_policy import ARCH
 from small_run import small_config
 
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.config.sections import TrainerConfig
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.parallel.mesh import make_mesh
@@ -36,7 +37,8 @@ def utilised(kind: str, row: dict, *, ahead=False, **changes) -> dict:
     device = SimpleNamespace(device_kind=kind, platform=platform, compute_capability="9.0" if platform == "gpu" else "")
     mesh: Any = SimpleNamespace(devices=np.array([device, device]), size=2)
     config = small_config("unused", **changes)
-    return utilisation(config.model, trained(config), mesh, row, ahead=ahead)
+    estimator = named_estimator(config.algorithm.adv_estimator)
+    return utilisation(config.model, trained(config), mesh, row, estimator=estimator, ahead=ahead)
 
 
 def test_utilisation_is_of_the_peak_of_all_training_devices():
@@ -50,6 +52,8 @@ def test_utilisation_is_of_the_peak_of_all_training_devices():
     found = utilised("TPU v5 lite", row, **{"algorithm.adv_estimator": "gae"})
     assert found["perf/mfu/actor_infer"] == pytest.approx(2e12 / (0.5 * 2 * 197e12))
     assert found["perf/mfu/critic"] == pytest.approx(6e12 / (2 * 197e12))
+    hinted = utilised("TPU v5 lite", row, **{"algorithm.adv_estimator": "cpo"})
+    assert hinted["perf/mfu/actor_infer"] == 2 * found["perf/mfu/actor_infer"], "a pass with the reference solution too"
 
 
 def test_utilisation_is_left_out_where_peak_or_work_is_unknown():

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.command.command_line import command
 from dapo_jax.command.help import about, options_help
 from dapo_jax.command.validation import validate
@@ -271,7 +272,8 @@ def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) 
     """Writes a step's metrics to metrics.jsonl, the trackers and the console."""
     metrics |= run.monitor.timers.pop()
     batching, ahead = run.learner.batching, bool(run.config.trainer.rollout_ahead)
-    used = utilisation(run.config.model, batching.trained, batching.mesh, metrics, ahead=ahead)
+    parts = run.config.model, batching.trained, batching.mesh, metrics
+    used = utilisation(*parts, estimator=named_estimator(batching.algorithm.adv_estimator), ahead=ahead)
     metrics |= time_metrics(metrics, ahead=ahead) | used
     records.write(step, metrics)
     run.monitor.console.step_line(step, metrics)

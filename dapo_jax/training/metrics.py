@@ -1,11 +1,13 @@
 """Host: the metrics and histograms of one training step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.algorithms.arguments import needs
 from dapo_jax.config.sections import DataConfig, ModelConfig
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Collected, Experience, Outcomes, comparable
@@ -247,6 +249,7 @@ def utilisation(
     mesh: Mesh,
     metrics: Mapping[str, float],
     *,
+    estimator: Callable[..., Any],
     ahead: bool = False,
 ) -> dict[str, float]:
     """`perf/mfu/`: the share of the training devices' peak that a step's passes reach; {} where that is not known.
@@ -254,6 +257,7 @@ def utilisation(
     An update is three forward passes an epoch; two with adapters, whose gradients alone are computed.
 
     Args:
+        estimator: of advantages, which may need a second pass over the policy: with hints, which are not counted.
         ahead: as in `time_metrics`.
     """
     peak = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(model, mesh).name).flops
@@ -264,7 +268,7 @@ def utilisation(
     times = {name: (2 if name == "actor" and model.lora.rank else 3) * count for name, count in epochs.items()}
     passes = {name: (f"update_{name}", count) for name, count in times.items()}
     if metrics.get("actor/recomputed_logprobs"):
-        passes["actor_infer"] = "old_log_prob", 1
+        passes["actor_infer"] = "old_log_prob", 1 + needs(estimator, "hint_logprobs")
     return {
         f"perf/mfu/{name}": count * forward * 1e12 / (metrics[f"timing_s/{stage}"] * mesh.size * peak)
         for name, (stage, count) in passes.items()
