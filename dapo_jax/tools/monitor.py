@@ -22,8 +22,8 @@ from dapo_jax.tools.plot import empty_figure, metrics_of, record_of
 
 
 def read_log(path: Path) -> dict[str, list[float]]:
-    """Each generation round's number, filter rate and kept prompts, from train.log."""
-    found: dict[str, list[float]] = {"batches": [], "filter_rates": [], "kept_prompts": []}
+    """Each block's round, filter rate, kept prompts and step, from train.log. With segments a step has one block."""
+    found: dict[str, list[float]] = {"batches": [], "filter_rates": [], "kept_prompts": [], "steps": []}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if match := re.search(r"Generated batch (\d+)", line):
             found["batches"].append(int(match[1]))
@@ -31,6 +31,8 @@ def read_log(path: Path) -> dict[str, list[float]]:
             found["filter_rates"].append(float(match[1]) / 100)
         elif match := re.search(r"Kept \(.* (\d+) prompts", line):
             found["kept_prompts"].append(int(match[1]))
+        elif match := re.search(r"Step (\d+), Gen batch", line):
+            found["steps"].append(int(match[1]))
     return found
 
 
@@ -41,16 +43,15 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 def log_summary(found: dict[str, list[float]]) -> list[str]:
     """Rounds, steps, mean filter rate, kept prompts per round."""
-    rounds = len(found["batches"])
-    if not rounds:
+    if not found["batches"]:
         return ["no generation round in the log: is the filter on?"]
-    kept = sum(found["kept_prompts"])
-    steps = sum(number == 1 for number in found["batches"])
+    last, kept = dict(zip(found["steps"], found["batches"], strict=False)), sum(found["kept_prompts"])  # it may be cut
+    steps, rounds = len(last), sum(last.values())
     return [
         f"training steps                 {steps}",
-        f"generation rounds              {rounds} ({rounds / max(steps, 1):.2f} per step)",
-        f"mean filter rate               {sum(found['filter_rates']) / rounds:.1%}",
-        f"kept prompts                   {kept:.0f} ({kept / rounds:.1f} per round)",
+        f"generation rounds              {rounds:.0f} ({rounds / max(steps, 1):.2f} per step)",
+        f"mean filter rate               {sum(found['filter_rates']) / max(len(found['filter_rates']), 1):.1%}",
+        f"kept prompts                   {kept:.0f} ({kept / max(rounds, 1):.1f} per round)",
     ]
 
 

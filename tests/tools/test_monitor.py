@@ -12,7 +12,9 @@ from dapo_jax.tools import monitor
 
 LOG = (
     "Generated batch 1, 8 prompts, 64 trajectories\nFiltered (std=0): 6 (75.0%)\nKept (std>0): 2 prompts (25.0%)\n"
+    "[Dynamic Sampling] Step 1, Gen batch 1: Kept 2/8 prompts (filtered 48 trajectories), Accumulated: 2/8\n"
     "Generated batch 2, 8 prompts, 64 trajectories\nFiltered (std=0): 2 (25.0%)\nKept (std>0): 6 prompts (75.0%)\n"
+    "[Dynamic Sampling] Step 1, Gen batch 2: Kept 6/8 prompts (filtered 16 trajectories), Accumulated: 8/8\n"
 )
 ROW = {
     "step": 1,
@@ -71,4 +73,14 @@ def test_the_log_of_every_rule_is_read(tmp_path, rule):
         for number, kept in enumerate((2, 6), start=1):
             log_round(round_number=number, num_kept=kept, **about)
     found = monitor.read_log(tmp_path / "train.log")
-    assert found == {"batches": [1, 2], "filter_rates": [0.75, 0.25], "kept_prompts": [2, 6]}
+    assert found == {"batches": [1, 2], "filter_rates": [0.75, 0.25], "kept_prompts": [2, 6], "steps": [1, 1]}
+
+
+def test_steps_whose_groups_are_judged_together_are_counted(tmp_path):
+    """As those of responses in segments are: each step has one block, of three rounds."""
+    about = {"num_prompts": 20, "num_samples": 4, "metric": "acc", "mean_std": 0.1, "target": 8, "num_accumulated": 8}
+    with open_workdir(tmp_path, detailed=False):
+        for step in (1, 2):
+            log_round(step=step, round_number=3, num_kept=9, **about)
+    lines = monitor.log_summary(monitor.read_log(tmp_path / "train.log"))
+    assert [line.split()[2] for line in lines[:2]] == ["2", "6"] and "55.0%" in lines[2] and "18 (3.0" in lines[3]
