@@ -637,7 +637,7 @@ class AlarmConfig:
     kl_jump: AboveOne = 10.0  # if a KL divergence is above this multiple of its running mean
     mismatch_growth: AboveOne = 10.0  # if sampler and training pass differ (k3) by more than this multiple of its mean
     truncation: Share = 0.5  # if more than this share of trained responses ends at max_response_length
-    reward_errors: Share = 0.1  # if more than this share of samples has no verdict
+    reward_errors: Share = 0.1  # if the verification of more than this share of samples fails
     score_by_length: Share = 0.8  # if |correlation| of score and length among equally right answers is above this
     slow_process: AboveOne = 3.0  # if a process takes this multiple of the median one's seconds for its own work
     heldout_drop: Share = 0.5  # if held-out accuracy is below this multiple of the best so far
