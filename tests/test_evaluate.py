@@ -18,10 +18,12 @@ from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import EnvironmentConfig
 from dapo_jax.config.values import flat, with_values
+from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.evaluate.evaluate import as_in_the_run, bench, main, open_policy, table
 from dapo_jax.monitor.recipe import Recipe, write_config
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.run.held_out import mean_accuracy
+from dapo_jax.run.problems import read_problems
 from dapo_jax.training.loop import train
 
 
@@ -92,6 +94,22 @@ def test_a_run_is_measured_with_its_own_lengths_and_sampling(tmp_path):
     config, [line] = as_in_the_run(given, {"environment.path"}, checkpoints=False)  # "": as one turn
     assert config.environment == EnvironmentConfig() and "environment" not in line
     assert as_in_the_run(same, {"environment.path"}, checkpoints=False) == (same, ())
+
+
+def test_a_run_is_asked_what_it_has_held_out_whatever_the_seed_of_the_draws(tmp_path, caplog):
+    run = recorded_run(tmp_path / "run", 1)
+    model = {"model.path": run.workdir}
+
+    def asked(*, training=False, **changes):
+        problems = read_problems(with_values(run, changes), character_tokenizer(), training=training)
+        return [row.question for row in problems.task_sets[0].prompts.rows]
+
+    own = asked(training=True)
+    assert asked(**model) == asked(**model, seed=1) == own != asked(seed=1)
+    assert "also trained on" not in caplog.text
+    more = asked(**model, **{"data.arithmetic.num_heldout": 8})
+    sums = f"{len(set(more) - set(own))} of 8 prompts of data.arithmetic are also trained on"
+    assert sums in caplog.text and "give its options as the run had them" in caplog.text
 
 
 def test_the_run_in_the_workdir_is_measured_where_its_checkpoints_are_asked_for(tmp_path):

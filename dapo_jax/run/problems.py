@@ -23,6 +23,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import check_agreement
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.weighted import functions_of
+from dapo_jax.run.other_runs import find_trained
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ def read_problems(
 ) -> Problems:
     """The tokenized problems to train on (none without `training`) and the task sets to evaluate on.
 
+    Without `training`, `config.seed` is that of the draws: a run is asked the problems that its own seed has held out.
+
     Args:
         environments: those that rows may name; None = responses are one turn.
     """
@@ -94,7 +97,11 @@ def read_problems(
     tasks = parse_tasks(config.evaluate.tasks, held_out)
     if function == "auto" and data.task == "reasoning_gym":
         function = "reasoning_gym"  # whatever other problems have
-    train_rows, eval_rows = _read_rows(data, held_out, config.seed, training=training)
+    trained = None if training else find_trained(config.model.path)
+    run = trained.config if trained else config
+    train_rows, eval_rows = _read_rows(data, held_out, run.seed, training=training)
+    generated = trained is not None and run.data.task == data.task != "files"
+    learned = _read_rows(run.data, held_out, run.seed, training=False)[0] if generated else []
     sets = {dataclasses.replace(held_out, reward_function=function): eval_rows}
     sets |= {task: task.read() for task in tasks}
     if environments is not None:
@@ -121,7 +128,7 @@ def read_problems(
     train_set = _tokenize(data, train_rows, tokenizer, templated=templated) if training else PromptSet([], [])
     order = _order(data, config.seed, [row.file for row in train_set.rows])
     problems = Problems(train_set, task_sets, order, chosen(function))
-    _warn_of_data(data, problems)
+    _warn_of_data(data, problems, {row.question for row in learned})
     if tags := tokenizer.tags_without_text:
         logger.warning(
             "no verifier sees %s: they are special tokens of the tokenizer, which have no text in responses; set "
@@ -180,8 +187,12 @@ def _stands_for_auto(sets: Sequence[tuple[str, list[PromptRow]]]) -> str:
     return verifiers.pop() if len(verifiers) == 1 else "auto"
 
 
-def _warn_of_data(data: DataConfig, problems: Problems) -> None:
-    """Warns if there are fewer prompts than a batch needs, or if evaluation problems are also trained on."""
+def _warn_of_data(data: DataConfig, problems: Problems, learned: set[str]) -> None:
+    """Warns if there are fewer prompts than a batch needs, or if evaluation problems are also trained on.
+
+    Args:
+        learned: the generated questions on which the run has trained that is evaluated.
+    """
     train_set, task_sets = problems.train_set, problems.task_sets
     most = max(data.train_batch_size, gen_batch_size(data))
     option = "train_batch_size" if data.train_batch_size == most else "gen_batch_size"
@@ -209,12 +220,13 @@ def _warn_of_data(data: DataConfig, problems: Problems) -> None:
                     len(more) - 1,
                     fewest * task.options.n,
                 )
-        shared = sum(row.asked in trained for row in task.prompts.rows)
+        shared = sum(row.asked in trained or row.question in learned for row in task.prompts.rows)
         if shared:
+            own = "data.val_files" if task.options.files else f"data.{data.task}"
             logger.warning(
-                "%d of %d prompts of %s are also trained on: their accuracy does not measure generalization; "
-                "remove them from one of the two",
+                "%d of %d prompts of %s are also trained on: their accuracy does not measure generalization; %s",
                 shared,
                 len(task.prompts),
-                f"evaluate.tasks, {task.options.name!r}" if task.options.name else "data.val_files",
+                f"evaluate.tasks, {task.options.name!r}" if task.options.name else own,
+                "remove them from one of the two" if task.options.files else "give its options as the run had them",
             )
