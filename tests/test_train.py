@@ -26,6 +26,8 @@ from dapo_jax.monitor.records import RunRecords, read_metrics
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.rollout import lengths
 from dapo_jax.run import meshes
+from dapo_jax.tools.report.describe import progress, steps_left
+from dapo_jax.tools.report.read import read_run
 from dapo_jax.training import loop as train_module
 from dapo_jax.training import step as step_module
 from dapo_jax.training.loop import train
@@ -76,7 +78,9 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
     one = {"trainer.total_epochs": 1, "trainer.total_training_steps": -1}
     epochs = small_config(tmp_path / "epochs", **cosine, **one)
     kill_at(monkeypatch, epochs, step_module, "sample_groups", 2)
+    assert steps_left(read_run("", epochs.workdir)) == 2
     models = train(epochs)
+    assert progress(read_run("", epochs.workdir)) == "Complete: 3 of 3 steps."
     steps = small_config(tmp_path / "steps", **cosine, **{"trainer.total_training_steps": 3})
     assert_same_policy(models, jax.device_get(train(steps).actor.params))
     assert rows_without_clock(tmp_path / "epochs") == rows_without_clock(tmp_path / "steps")

@@ -1,4 +1,4 @@
-"""Host: the hardware and library versions of a run, `environment.json`, to compare and repeat its numbers."""
+"""Host: the hardware, library versions and number of steps of a run, `environment.json`, to compare its numbers."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SECRET = r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH"
+TOTAL_STEPS = "total_steps"  # of the run, as its config and its prompts say together
 _FILE = "environment.json"
 _LIBRARIES = (
     "dapo_jax",
@@ -68,9 +69,10 @@ def host() -> str:
     return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
 
 
-def write_environment(workdir: str | os.PathLike[str]) -> None:
-    """Writes the `environment` of this start of the run to `environment.json`."""
-    (Path(workdir) / _FILE).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+def write_environment(workdir: str | os.PathLike[str], total_steps: int) -> None:
+    """Writes the `environment` of this start of the run, and at which step it ends, to `environment.json`."""
+    written = environment() | {TOTAL_STEPS: total_steps}
+    (Path(workdir) / _FILE).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def recorded_environment(workdir: str | os.PathLike[str]) -> dict[str, Any]:

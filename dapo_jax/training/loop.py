@@ -97,7 +97,8 @@ def _train(config: Config, workdir: Workdir, recipe: Recipe | None, on_step: OnS
                     rewind_log(config.workdir, progress.log_bytes)
                     write_run_id(config.workdir, run_id)
                     workdir.upload(RUN_ID)  # before a checkpoint has it
-                with open_records(config, progress if origin else None, workdir.upload, recipe, on_step) as records:
+                total, before = run.config.trainer.total_training_steps, progress if origin else None
+                with open_records(config, total, before, workdir.upload, recipe, on_step) as records:
                     records.describe(flat(config), results(run.problems.task_sets))
                     state = run_steps(run, checkpoints, records, stop, state)
                     sum_up(run, checkpoints, state.progress)

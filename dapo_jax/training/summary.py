@@ -21,6 +21,7 @@ from dapo_jax.run.progress import Progress
 
 def open_records(
     config: Config,
+    total_steps: int,
     progress: Progress | None,
     upload: Callable[[str], None],
     recipe: Recipe | None = None,
@@ -29,12 +30,13 @@ def open_records(
     """Opens the records and drops the rows of steps that will be repeated.
 
     Args:
+        total_steps: after which the run ends, which its epochs may say.
         progress: where the run resumes; None for a new run.
     """
     if is_first():
         write_config(config.workdir, dataclasses.asdict(config))  # not earlier: only now can nothing refuse the run
         write_recipe(config.workdir, recipe)
-        write_environment(config.workdir)
+        write_environment(config.workdir, total_steps)
         functions = {LOSS: config.actor.policy_loss.loss_mode, ESTIMATOR: config.algorithm.adv_estimator}
         if is_weighted(given := given_function(config.reward)):
             functions |= {f"reward.functions.{part.name}": part.function for part in parse_parts(given)}

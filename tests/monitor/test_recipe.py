@@ -8,7 +8,7 @@ import jax
 
 from dapo_jax.command.command_line import command, read_config
 from dapo_jax.config.values import flatten
-from dapo_jax.monitor.environment import environment, recorded_environment
+from dapo_jax.monitor.environment import TOTAL_STEPS, environment, recorded_environment
 from dapo_jax.monitor.recipe import recorded_options, recorded_recipe
 from dapo_jax.training.summary import open_records
 
@@ -18,7 +18,7 @@ TINY = str(Path(__file__).parents[2] / "configs/tiny.py")
 def started(workdir, *options):
     """What a start of the training command records of its options."""
     arguments = ["train", "--config", TINY, f"--config.workdir={workdir}", *options]
-    with command(arguments) as (config, recipe), open_records(config, None, lambda name: None, recipe):
+    with command(arguments) as (config, recipe), open_records(config, 8, None, lambda name: None, recipe):
         pass
     return recorded_recipe(workdir)
 
@@ -36,7 +36,7 @@ def test_the_last_start_records_its_config_file_and_what_the_command_line_set(tm
 def test_a_start_without_a_command_removes_the_record_of_an_earlier_one(tmp_path):
     assert started(tmp_path) is not None
     config = dataclasses.replace(read_config(["train", "--config", TINY]), workdir=str(tmp_path))
-    with open_records(config, None, lambda name: None):
+    with open_records(config, 8, None, lambda name: None):
         pass
     assert recorded_recipe(tmp_path) is None
 
@@ -50,7 +50,7 @@ def test_a_damaged_record_is_none(tmp_path):
 def test_a_run_says_what_it_ran_on_and_with(tmp_path):
     started(tmp_path)
     found = recorded_environment(tmp_path)
-    assert found == environment()
+    assert found == environment() | {TOTAL_STEPS: 8}
     assert found["versions"]["jax"] == jax.__version__ and {"python", "jaxlib", "optax"} <= found["versions"].keys()
     assert (found["devices"], found["processes"]) == ("8 x cpu", 1)
     assert found["host"].endswith(f", {os.cpu_count()} cores") and not found["host"].startswith(",")

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 from metrics_page import CATALOGUE, find
-from run_folder import row_of, sample, write_run
+from run_folder import ENVIRONMENT, row_of, sample, write_run
 
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.console import STAGES
+from dapo_jax.monitor.environment import TOTAL_STEPS
 from dapo_jax.monitor.recipe import Recipe
 from dapo_jax.monitor.records import to_json_line
+from dapo_jax.tools.report.describe import steps_left
+from dapo_jax.tools.report.read import read_run
 from dapo_jax.tools.report.report import main, report
 from dapo_jax.tools.report.words import ALARMS, CHARTS, EFFICIENCY
 
@@ -239,6 +242,21 @@ def test_goodput_is_that_of_the_last_step(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(map(to_json_line, rows)))
     text = page_of(folder)[0].text
     assert "Goodput" in text and "30%" in text and "Lost to restarts" in text and "1 min 30 s" in text
+
+
+@pytest.mark.parametrize("total", [100, -1])
+def test_a_run_of_epochs_ends_at_their_number_of_steps(tmp_path, total):
+    epochs = {"trainer.total_epochs": 1}
+    folders = [
+        write_run(tmp_path / "base" / f"seed_{steps}", steps=steps, total=total, options=epochs | {"seed": steps})
+        for steps in (4, 3)
+    ]
+    assert "4 steps are done: still running, or stopped" in page_of(folders[0])[0].text  # of an earlier version
+    for folder in folders:
+        (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | {TOTAL_STEPS: 4}))
+    assert "Complete: 4 of 4 steps." in page_of(folders[0])[0].text
+    assert steps_left(read_run("", str(folders[1]))) == 1
+    assert "unfinished: base/seed_3 (3 of 4 steps)." in page_of(*folders)[0].text
 
 
 def test_runs_of_one_name_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Host: a run in sentences: what was trained, how, how far it came."""
 
 from dapo_jax.monitor.console import STAGES
+from dapo_jax.monitor.environment import TOTAL_STEPS
 from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.tools.report.numbers import (
     alarm_steps,
@@ -46,8 +47,9 @@ def steps(run: RunFiles) -> str:
 
 
 def _steps(run: RunFiles) -> tuple[int, int]:
-    """Finished and planned steps, where a number is planned."""
-    planned = run.option("trainer.total_training_steps")
+    """Finished and planned steps; 0 where the number of steps of its epochs is not recorded."""
+    by_option = not run.option("trainer.total_epochs") and run.option("trainer.total_training_steps")
+    planned = run.environment.get(TOTAL_STEPS, by_option)
     done = run.rows[-1]["step"] if run.rows else 0
     return done, planned if isinstance(planned, int) and planned > 0 else 0
 
