@@ -100,14 +100,14 @@ def test_a_run_is_asked_what_it_has_held_out_whatever_the_seed_of_the_draws(tmp_
     run = recorded_run(tmp_path / "run", 1)
     model = {"model.path": run.workdir}
 
-    def asked(*, training=False, **changes):
+    def asked(changes, *, training=False):
         problems = read_problems(with_values(run, changes), character_tokenizer(), training=training)
         return [row.question for row in problems.task_sets[0].prompts.rows]
 
-    own = asked(training=True)
-    assert asked(**model) == asked(**model, seed=1) == own != asked(seed=1)
+    own = asked({}, training=True)
+    assert asked(model) == asked(model | {"seed": 1}) == own != asked({"seed": 1})
     assert "also trained on" not in caplog.text
-    more = asked(**model, **{"data.arithmetic.num_heldout": 8})
+    more = asked(model | {"data.arithmetic.num_heldout": 8})
     sums = f"{len(set(more) - set(own))} of 8 prompts of data.arithmetic are also trained on"
     assert sums in caplog.text and "give its options as the run had them" in caplog.text
 

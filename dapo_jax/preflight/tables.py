@@ -110,11 +110,13 @@ def _responses_of_evaluation(config: Mapping[str, Any]) -> tuple[int, list[str]]
     if data["task"] == "files":
         sets.append({"files": data["val_files"]})
     else:
-        total += data[data["task"]]["num_heldout"] * evaluate["n"]
+        task = data[data["task"]]
+        sets.append({"files": (), "generated": task["num_heldout"] * len(task.get("datasets", ["arithmetic"]))})
     for one in sets:
         files = [one["files"]] if isinstance(one["files"], str) else one["files"]
         counts = [num_test_problems(file) for file in files]
-        known, most = sum(filter(None, counts)), one.get("max_prompts", evaluate["max_prompts"])
+        known = sum(filter(None, counts)) + one.get("generated", 0)
+        most = one.get("max_prompts", evaluate["max_prompts"])
         total += (known if most < 0 else min(known, most)) * one.get("n", evaluate["n"])
         unknown += [file for file, count in zip(files, counts, strict=True) if count is None]
     return total, unknown

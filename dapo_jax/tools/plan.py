@@ -5,8 +5,9 @@
     dapo-jax plan --accuracies accuracies.txt --n 16 ...
 
 A prompt that is answered right with probability p has a mixed group of n samples, and is kept, with probability
-1 - p^n - (1 - p)^n. The mean over the prompts is the keep rate k. The number of kept groups in N rounds of G prompts is
-Binomial(N G, k), so a step needs more than N rounds with probability P(Binomial(N G, k) < B).
+1 - p^n - (1 - p)^n; a single sample is always kept (keep_singletons). The mean over the prompts is the keep rate k. The
+number of kept groups in N rounds of G prompts is Binomial(N G, k), so a step needs more than N rounds with probability
+P(Binomial(N G, k) < B).
 """
 
 import argparse
@@ -38,8 +39,8 @@ class Plan:
 
 
 def keep_probability(accuracies: np.ndarray, n: int) -> np.ndarray:
-    """Probability that a group of n samples is mixed, for prompts of these success probabilities."""
-    return 1 - accuracies**n - (1 - accuracies) ** n
+    """Probability that a group of n samples is kept, for prompts of these success probabilities."""
+    return 1 - accuracies**n - (1 - accuracies) ** n if n > 1 else np.ones_like(accuracies)
 
 
 def plan(keep_rate: float, *, target: int, gen_batch_size: int) -> Plan:

@@ -132,6 +132,13 @@ def check(report):
     assert stages["update"]["flops"] > 6 * layers * tokens
 
 
+@pytest.mark.parametrize(("most", "problems"), [(-1, 2 * 64), (100, 100)])
+def test_each_data_set_of_reasoning_gym_has_held_out_problems_of_which_the_first_are_asked(most, problems):
+    gym = {"task": "reasoning_gym", "reasoning_gym": {"datasets": ["chain_sum", "leg_counting"], "num_heldout": 64}}
+    config = {"data": gym, "evaluate": {"tasks": "{}", "n": 4, "max_prompts": most}}
+    assert tables_module._responses_of_evaluation(config) == (4 * problems, [])
+
+
 def test_a_shape_replaces_a_model_that_is_not_on_the_disk(tmp_path):
     def arch(path):
         values = load_config("dapo_qwen2.5_7b_math")

@@ -8,8 +8,9 @@ import pytest
 from dapo_jax.tools import plan
 
 
-def test_a_group_is_mixed_unless_all_samples_agree():
+def test_a_group_is_mixed_unless_all_samples_agree_and_kept_if_it_has_one():
     np.testing.assert_allclose(plan.keep_probability(np.array([0.0, 0.5, 1.0]), 4), [0, 1 - 2 / 16, 0])
+    np.testing.assert_array_equal(plan.keep_probability(np.array([0.0, 0.5, 1.0]), 1), 1)
 
 
 def test_expected_rounds_are_those_of_a_simulation():
