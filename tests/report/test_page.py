@@ -18,10 +18,10 @@ from dapo_jax.monitor.console import STAGES
 from dapo_jax.monitor.environment import TOTAL_STEPS
 from dapo_jax.monitor.recipe import Recipe
 from dapo_jax.monitor.records import to_json_line
-from dapo_jax.tools.report.describe import steps_left
+from dapo_jax.tools.report.describe import algorithm, facts, steps_left
 from dapo_jax.tools.report.read import read_run
 from dapo_jax.tools.report.report import main, report
-from dapo_jax.tools.report.words import ALARMS, CHARTS, EFFICIENCY
+from dapo_jax.tools.report.words import ALARMS, CHARTS, EFFICIENCY, ESTIMATORS
 
 SECTIONS = ["In short", "Curves", "What was trained", "What the group filter did", "Where the time went", "Alarms"]
 SECTIONS += ["Samples before and after", "Options"]
@@ -233,6 +233,45 @@ def test_runs_that_differ_in_their_seed_alone_are_one_run_their_mean(tmp_path):
     [(first, _)] = [json.loads(one["data-lines"]) for one in page.tags("svg") if "gsm8k over training" in str(one)]
     assert first["value"][-1] == "0.700 (0.600–0.800)" and text.count('class="band r1"') == 9, "3 curves"
     assert "<h1><bdi>mine</bdi></h1>" in page_of(*base[:2], names=("mine", "mine"))[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "shown"),
+    [
+        ({"reward.functions": '{"right": "math_dapo"}'}, "Reward", '{"right": "math_dapo"}'),
+        ({"reward.function": "none", "reward.model.path": "judge"}, "Reward", "the model judge"),
+        ({"reward.model.path": "judge"}, "Reward", "auto, the model judge"),
+        ({"reward.function": "none"}, "Reward", "none"),
+        ({"reward.function": "none", "environment.path": "a.py:B"}, "Reward", "the environment, if it gives rewards"),
+        (
+            {"data.task": "reasoning_gym", "data.reasoning_gym.datasets": ("a", "b")},
+            "Held-out data",
+            "128 problems of the same kind",
+        ),
+        ({"data.task": "arithmetic"}, "Held-out data", "64 problems of the same kind"),
+    ],
+)
+def test_rewards_and_held_out_problems_are_those_of_the_run(tmp_path, options, name, shown):
+    assert facts(read_run("", str(write_run(tmp_path, options=options))))[name] == shown
+
+
+def test_a_teacher_and_every_rule_of_the_filter_have_words(tmp_path):
+    def words(**options):
+        options = {f"algorithm.{key}": value for key, value in options.items()}
+        sampling, advantages, *_ = algorithm(read_run("", str(write_run(tmp_path, options=options))))
+        return sampling.partition("512 groups ")[2].removesuffix(" (dynamic sampling)."), advantages
+
+    assert words()[0] == "differ in acc"
+    for rule, kept in (
+        ("mean_range", "have a mean acc between 0.01 and 0.99"),
+        ("mixed", "have responses with acc above"),
+    ):
+        assert words(**{"filter_groups.rule": rule})[0].startswith(kept)
+    assert words(**{"filter_groups.std_threshold": 0.1})[0] == "differ in acc by a standard deviation above 0.1"
+    teacher = {"distillation.path": "wise"}
+    assert words(**teacher)[1] == f"{ESTIMATORS['grpo']}; the teacher wise judges each token as well."
+    alone = words(**teacher, **{"distillation.use_task_rewards": False})[1]
+    assert alone == "The teacher wise judges each token, and no reward counts."
 
 
 def test_goodput_is_that_of_the_last_step(tmp_path):

@@ -1,5 +1,6 @@
 """Host: a run in sentences: what was trained, how, how far it came."""
 
+from dapo_jax.command.tasks import NO_FUNCTIONS
 from dapo_jax.monitor.console import STAGES
 from dapo_jax.monitor.environment import TOTAL_STEPS
 from dapo_jax.monitor.statistics import HELD_OUT
@@ -110,10 +111,9 @@ def algorithm(run: RunFiles) -> list[str]:
         return []
     option = run.option
     samples, size = option("rollout.n"), option("data.train_batch_size")
-    if option("algorithm.filter_groups.enable"):
-        metric = option("algorithm.filter_groups.metric")
+    if option("algorithm.filter_groups.enable") and samples != 1:  # a group of one is kept
         sampling = (
-            f"Each step samples {samples} responses per prompt, and goes on until {size} groups differ in {metric} "
+            f"Each step samples {samples} responses per prompt, and goes on until {size} groups {_kept(run)} "
             "(dynamic sampling)"
         )
     else:
@@ -121,12 +121,28 @@ def algorithm(run: RunFiles) -> list[str]:
     estimator = option("algorithm.adv_estimator")
     if estimator in ("grpo", "dapo") and not option("algorithm.norm_adv_by_std_in_grpo"):
         estimator = "dr_grpo"
+    advantages = ESTIMATORS.get(estimator, f"Advantages are those of {estimator}")
+    if teacher := option("algorithm.distillation.path"):
+        judged = f"the teacher {teacher} judges each token"
+        alone = option("algorithm.distillation.use_task_rewards") is False
+        advantages = f"T{judged[1:]}, and no reward counts" if alone else f"{advantages}; {judged} as well"
     return [
         f"{sampling}.",
-        f"{ESTIMATORS.get(estimator, f'Advantages are those of {estimator}')}.",
+        f"{advantages}.",
         f"{_update(run)}.",
         f"{_penalties(run)}.",
     ]
+
+
+def _kept(run: RunFiles) -> str:
+    """What the group filter asks of a group."""
+    names = ("rule", "metric", "filter_low", "filter_high", "std_threshold")
+    rule, metric, low, high, above = (run.option(f"algorithm.filter_groups.{name}") for name in names)
+    if rule == "mean_range":
+        return f"have a mean {metric} between {low} and {high}"
+    if rule == "mixed":
+        return f"have responses with {metric} above 0 and others without"
+    return f"differ in {metric}" + f" by a standard deviation above {above}" * bool(above)
 
 
 def _update(run: RunFiles) -> str:
@@ -176,8 +192,19 @@ def held_out_data(run: RunFiles) -> str:
     """The problems that are never trained on, in words."""
     tasks = run.option("evaluate.tasks")
     files = [*(run.option("data.val_files") or ()), *(["evaluate.tasks"] if tasks not in (None, "{}") else [])]
-    count = run.option(f"data.{run.option('data.task')}.num_heldout")
+    task = run.option("data.task")
+    count = run.option(f"data.{task}.num_heldout") or 0
+    count *= len(run.option(f"data.{task}.datasets") or [task])  # of each data set
     return ", ".join(files) or (f"{count} problems of the same kind" if count else "none")
+
+
+def _reward(run: RunFiles) -> str:
+    """What scores the responses, in words."""
+    option = run.option
+    functions, model, played = map(option, ("reward.functions", "reward.model.path", "environment.path"))
+    given = option("reward.function") if functions in (None, NO_FUNCTIONS) else functions
+    others = [f"the model {model}"] * bool(model) + ["the environment, if it gives rewards"] * bool(played)
+    return ", ".join([given] * bool(given and (given != "none" or not others)) + others)
 
 
 def facts(run: RunFiles) -> dict[str, str]:
@@ -191,7 +218,7 @@ def facts(run: RunFiles) -> dict[str, str]:
         "Adapters": f"LoRA of rank {option('model.lora.rank')}" if option("model.lora.rank") else "none, all weights",
         "Training data": data(run) if run.config else "-",
         "Held-out data": held_out_data(run) if run.config else "-",
-        "Reward": str(option("reward.function") or "-"),
+        "Reward": _reward(run) or "-",
         "Longest prompt and response": limits if run.config else "-",
         "In the words of its log": run.description or "-",
         "Devices": ", ".join(filter(None, [env.get("devices"), _processes(env.get("processes"))])) or "-",
