@@ -65,6 +65,7 @@ LENGTH = {"best_metric": "eval/sums/response_length/mean", "best_metric_mode": "
         ([({"max_ckpt_to_keep": 2}, {1: 0.5, 2: 0.9, 3: 0.1, 4: None, 5: 0.4})], [2, 4, 5]),
         ([({}, {1: 0.5, 2: 0.5, 3: None, 4: 0.5, 5: None})], [1, 5]),  # of equally good ones the first
         ([({"best_metric_mode": "min"}, {1: 0.5, 2: 0.5, 3: None, 4: 0.5, 5: None})], [1, 5]),
+        ([({"keep_best_ckpt": 3}, {1: None, 2: 0.5, 3: None, 4: None})], [2, 4]),  # the others are not measured
         ([({}, {1: 0.9, 2: 0.1}), (LENGTH, {3: 6.0, 4: 7.0, 5: 8.0})], [3, 5]),  # the best by another metric is not
     ],
 )

@@ -5,6 +5,8 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from shapes import one_device_mesh
 from small_run import small_config
 
-from dapo_jax.data.experience import Collected
+from dapo_jax.data.experience import Collected, Experience
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
@@ -122,6 +124,10 @@ def test_a_mismatch_makes_auto_recompute_unless_groups_are_carried(tmp_path, lef
     progress, _ = advance(config, Progress(), accepted, metrics)
     assert recomputes(config, progress) == falls_back and progress.step == 1
     assert recomputes(config, Progress(recompute_logprobs=True)) == falls_back, "as before the groups were carried"
+    for versions, same in ([2, 2], True), ([1, 2], False):  # the latter was sampled before a resume with other options
+        groups = cast(Experience, SimpleNamespace(versions=np.array(versions)))
+        resumed, _ = advance(config, Progress(step=2), dataclasses.replace(accepted, experience=groups), metrics)
+        assert recomputes(config, resumed) == (falls_back and same)
     small, _ = advance(config, Progress(), accepted, {**metrics, "rollout_corr/k3_kl": 1e-5})
     assert not recomputes(config, small)
     cured = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))

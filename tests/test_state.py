@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -29,6 +31,7 @@ from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
 from dapo_jax.rewards import verification
+from dapo_jax.run import checkpoint
 from dapo_jax.run.held_out import mean_accuracy
 from dapo_jax.run.progress import is_finite
 from dapo_jax.training import loop as train_module
@@ -107,11 +110,16 @@ def test_an_update_that_outlasts_the_patience_is_thrown_away(whole, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_checkpoints_are_at_most_so_many_minutes_apart(whole, tmp_path):
+def test_checkpoints_are_at_most_so_many_minutes_apart(whole, tmp_path, monkeypatch):
     for minutes, steps in ((1e-9, [1, 2, 3, 4]), (1e9, [1, 4])):
         folder = copied(whole[0], tmp_path / str(minutes), step=1)
         train(small_config(folder, **SELDOM, **{"trainer.save_minutes": minutes}))
         assert saved(folder) == steps
+    folder = copied(whole[0], tmp_path / "late", step=1)
+    with monkeypatch.context() as patch:  # the checkpoint is an hour old when the run resumes
+        patch.setattr(checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, time=lambda: time.time() + 3600))
+        train(small_config(folder, **SELDOM, **{"trainer.save_minutes": 59.0}))
+    assert saved(folder) == [1, 2, 4]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dapo_jax.models.vocabulary_blocks import BLOCK, BlockSums, tokens_of_blocks
 
 # Purposes: the first part of an address after the seed.
 TRAIN, EVALUATE, BASELINE, SELECT = range(4)
+COARSE = 2.0**-10  # share of a block in which the 23 bits of a uniform draw do not tell tokens apart
 
 
 @struct.dataclass
@@ -126,7 +127,7 @@ def sample(
 
     totals = _totals(weigh(logits, tokens_of_blocks(logits)))
     mass = jnp.where(is_limited, mass, jnp.sum(totals, axis=-1))
-    tokens = inverse_cdf(totals, weights_in, jnp.where(sampling.greedy, 0.0, _uniform(keys, position)))
+    tokens = inverse_cdf(totals, weights_in, *jnp.where(sampling.greedy, 0.0, _uniforms(keys, position)))
     return tokens, _chosen(logits, tokens) - highest[:, 0, 0] - jnp.log(mass)
 
 
@@ -135,19 +136,22 @@ def sample_of_blocks(sums: BlockSums, keys: jax.Array, position: jax.Array) -> t
     highest = jnp.max(sums.highest, axis=1, keepdims=True)
     totals = sums.totals * jnp.exp(sums.highest - highest)
     mass = jnp.sum(totals, axis=-1)
-    target = _uniform(keys, position) * mass  # as `inverse_cdf`, but the logits of the block are computed once
-    block, before = _first_above(totals, target)
-    logits = sums.logits_in(block)
+    block, rest = _block(totals, *_uniforms(keys, position))
+    logits = sums.logits_in(block)  # once, else as `inverse_cdf`
     own = jnp.max(logits, axis=1)  # the weights of a block far below the highest are 0
-    place, _ = _first_above(jnp.exp(logits - own[:, None]), (target - before) * jnp.exp(highest[:, 0] - own))
+    place, _ = _first_above(jnp.exp(logits - own[:, None]), rest * jnp.exp(highest[:, 0] - own))
     chosen = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
     return (block * BLOCK + place).astype(jnp.int32), chosen - highest[:, 0] - jnp.log(mass)
 
 
-def _uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
-    """[B] in [0, 1), of each row's address."""
-    positions = jnp.broadcast_to(position, keys.shape)
-    return jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
+def _uniforms(keys: jax.Array, position: jax.Array) -> jax.Array:
+    """[2, B] in [0, 1), of each row's address: for the token, and for its place in a block of small share."""
+
+    def draws(key: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(key, position)
+        return jnp.stack([jax.random.uniform(key), jax.random.uniform(jax.random.fold_in(key, 1))])
+
+    return jax.vmap(draws, out_axes=1)(keys, jnp.broadcast_to(position, keys.shape))
 
 
 def _chosen(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -155,7 +159,9 @@ def _chosen(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return logits[jnp.arange(len(tokens)), tokens // BLOCK, tokens % BLOCK]
 
 
-def inverse_cdf(totals: jax.Array, weights_in: Callable[[jax.Array], jax.Array], uniform: jax.Array) -> jax.Array:
+def inverse_cdf(
+    totals: jax.Array, weights_in: Callable[[jax.Array], jax.Array], uniform: jax.Array, finer: jax.Array
+) -> jax.Array:
     """Token [B] int32 at which the cumulative sum of the weights passes `uniform` [B] in [0, 1) of their total.
 
     Two levels, first the block, then the token in it: no cumulative sum runs over the whole vocabulary.
@@ -164,11 +170,23 @@ def inverse_cdf(totals: jax.Array, weights_in: Callable[[jax.Array], jax.Array],
     Args:
         totals: [B, n], the sum of the weights in each block.
         weights_in: block [B] -> its weights [B, BLOCK].
+        finer: [B] in [0, 1), the place in a block whose share is below `COARSE`.
     """
-    target = uniform * jnp.sum(totals, axis=-1)
-    block, before = _first_above(totals, target)
-    place, _ = _first_above(weights_in(block), target - before)
+    block, rest = _block(totals, uniform, finer)
+    place, _ = _first_above(weights_in(block), rest)
     return (block * BLOCK + place).astype(jnp.int32)
+
+
+def _block(totals: jax.Array, uniform: jax.Array, finer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The block [B] of each token of `inverse_cdf`, and the sum of the weights in it that come before the token.
+
+    In a block of small share the numbers `uniform` that lead there are few: with them alone, a confident policy would
+    draw most of its unlikely tokens at the beginning of a block.
+    """
+    mass = jnp.sum(totals, axis=-1)
+    block, before = _first_above(totals, uniform * mass)
+    own = jnp.take_along_axis(totals, block[:, None], axis=-1)[:, 0]
+    return block, jnp.where(own < COARSE * mass, finer * own, uniform * mass - before)
 
 
 def _totals(weights: jax.Array) -> jax.Array:

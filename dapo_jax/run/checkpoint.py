@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Checkpoints:
             value = metrics.get(measure) if comparable else None
             return -math.inf if value is None else sign * value, -(metrics.get("step") or 0)
 
-        best = BestN(get_metric_fn=quality, n=options.keep_best_ckpt, keep_checkpoints_without_metrics=False)
+        best = _BestMeasured(get_metric_fn=quality, n=options.keep_best_ckpt, keep_checkpoints_without_metrics=False)
         log = absl.logging.get_absl_logger()
         level = log.level
         if read_only:
@@ -104,7 +104,7 @@ class Checkpoints:
         return list(self._manager.all_steps())
 
     def minutes_since_save(self) -> float:
-        """Minutes since the start or the last checkpoint, by this process's clock."""
+        """Minutes since the start or the checkpoint that was saved or restored last, by this process's clock."""
         return (time.monotonic() - self._saved_at) / 60
 
     def save(
@@ -183,6 +183,7 @@ class Checkpoints:
                 "workdir, or the algorithm.adv_estimator that the checkpoint was made with"
             )
         found, progress, arrays = self._restored(step, saved, wanted, stream=ocp.args.StandardRestore())
+        self._saved_at = time.monotonic() - max(time.time() - progress.saved_at, 0.0)
         found = jax.tree.map(integrity.in_dtype, found, wanted)
         return Models(**found), dataclasses.replace(progress, arrays={}, stream=""), arrays
 
@@ -276,6 +277,16 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.directory} is damaged ({_first_line(error)}): restore "
                 f"{self.directory}/{step} from a copy, or move it away to {rest}"
             ) from error
+
+
+class _BestMeasured(BestN):
+    """The best of those that have been measured, and no others in their place."""
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        measured = [one for one in checkpoints if one.metrics and self.get_metric_fn(one.metrics)[0] > -math.inf]
+        best = super().should_preserve(measured, context=context)
+        kept = {one.step for one, is_best in zip(measured, best, strict=True) if is_best}
+        return [one.step in kept for one in checkpoints]
 
 
 def is_checkpoint(place: epath.Path) -> bool:

@@ -103,6 +103,8 @@ def advance(
         metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
     )
     older_policy = trains_on_older_samples(config.algorithm, config.trainer)
+    if (groups := batch.experience) is not None:  # the first ones may be of the run as it was before it resumed
+        older_policy |= bool((groups.versions < progress.step).any())
     mismatch = mismatch and not older_policy  # then they differ because an older policy sampled
     falls_back = mismatch and config.actor.old_logprob == "auto"
     if falls_back and not recomputes(config, progress):

@@ -56,18 +56,22 @@ def test_samples_have_the_probabilities_of_the_model(temperature):
 
 
 @jax.jit
-def draw_from_blocks(blocks, uniform):
-    return inverse_cdf(blocks.sum(-1), lambda block: blocks[jnp.arange(len(blocks)), block], uniform)
+def draw_from_blocks(blocks, uniform, finer):
+    return inverse_cdf(blocks.sum(-1), lambda block: blocks[jnp.arange(len(blocks)), block], uniform, finer)
 
 
-def draw_at(weights, uniform):
+def draw_at(weights, uniform, finer):
     """Draws from weights [B, V]."""
-    return np.asarray(draw_from_blocks(blocks_of(weights, 0.0), np.asarray(uniform, np.float32)))
+    uniforms = np.asarray(uniform, np.float32), np.asarray(finer, np.float32)
+    return np.asarray(draw_from_blocks(blocks_of(weights, 0.0), *uniforms))
 
 
 @jax.jit
 def uniforms_at(keys, position):
-    return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position)))(keys)
+    places = jax.vmap(lambda key: jax.random.fold_in(key, position))(keys)
+    return [
+        jax.vmap(jax.random.uniform)(one) for one in (places, jax.vmap(lambda key: jax.random.fold_in(key, 1))(places))
+    ]
 
 
 def draw_plainly(logits, keys, position, sampling, eos_ids):
@@ -84,8 +88,8 @@ def draw_plainly(logits, keys, position, sampling, eos_ids):
     if sampling.top_p < 1:
         above = np.array([[row[row > weight].sum(dtype=np.float64) for weight in row] for row in weights])
         weights[above >= sampling.top_p * weights.sum(-1, keepdims=True, dtype=np.float64)] = 0
-    uniform = np.zeros(len(keys)) if sampling.greedy else uniforms_at(keys, position)
-    tokens = draw_at(weights, uniform)
+    uniforms = np.zeros((2, len(keys))) if sampling.greedy else uniforms_at(keys, position)
+    tokens = draw_at(weights, *uniforms)
     return tokens, np.take_along_axis(log_softmax(scaled), tokens[:, None], 1)[:, 0]
 
 
@@ -129,7 +133,7 @@ def test_a_block_far_below_the_highest_logit_has_tokens_too(monkeypatch):
     """Where rounding draws such a block, the weights of its logits, by the highest of all, are 0."""
     logits = np.pad(np.full((2, 3), -110.0, np.float32), ((0, 0), (0, BLOCK - 3)), constant_values=-np.inf)
     sums = BlockSums(jnp.array([[0.0, -87.3]] * 2), jnp.array([[128.0, 3.0]] * 2), lambda _: jnp.array(logits))
-    monkeypatch.setattr(sampling_module, "_uniform", lambda keys, position: jnp.ones(2))
+    monkeypatch.setattr(sampling_module, "_uniforms", lambda keys, position: jnp.ones((2, 2)))
     tokens, logprobs = sampling_module.sample_of_blocks(sums, keys_of(2), jnp.int32(0))
     assert set(tokens.tolist()) <= {128, 129, 130} and np.isfinite(logprobs).all()
 
@@ -142,8 +146,26 @@ def test_entries_of_weight_zero_are_never_drawn(vocabulary):
     weights = rng.random((200, vocabulary)).astype(np.float32) * (rng.random((200, vocabulary)) < 0.3)
     weights[:, rng.integers(vocabulary)] += 0.1
     for uniform in (0.0, 0.5, np.nextafter(np.float32(1), np.float32(0))):
-        tokens = draw_at(weights, np.full(200, uniform))
+        tokens = draw_at(weights, np.full(200, uniform), np.full(200, uniform))
         assert (np.take_along_axis(weights, tokens[:, None], 1) > 0).all()
+
+
+def test_unlikely_tokens_have_their_shares_wherever_they_are_in_a_block():
+    """Of a policy that is sure of one token: the float32s that draw another one, with second numbers."""
+    logits = np.random.default_rng(0).normal(-17, 1, 4096)
+    logits[300] = 0
+    shares = np.exp(log_softmax(logits))
+    start, stop = np.ceil(2**23 * np.cumsum(shares)[[299, 300]]).astype(int)
+    lattice = np.concatenate([np.arange(start), np.arange(stop, 2**23)])
+    uniform = np.repeat(lattice, 30) * 2.0**-23
+    weights = np.broadcast_to(np.exp(logits).astype(np.float32), (len(uniform), 4096))
+    tokens = draw_at(weights, uniform, np.random.default_rng(1).random(len(uniform)))
+    rest = np.delete(shares, 300) / (1 - shares[300])
+    unlikely = tokens[tokens != 300]
+    assert len(unlikely) > 0.99 * len(tokens) > 10_000
+    assert np.mean(unlikely % 128 == 0) == pytest.approx(shares[::128].sum() / (1 - shares[300]), rel=0.2)
+    nats = -np.log(np.delete(shares, 300))
+    assert -np.log(shares[unlikely]).mean() == pytest.approx((rest * nats).sum(), abs=0.03)
 
 
 def test_positions_draw_differently():
