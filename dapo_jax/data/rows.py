@@ -28,8 +28,8 @@ class PromptRow:
 
     @property
     def truth_text(self) -> str:
-        """The ground truth as text: itself, or its JSON."""
-        return self.ground_truth if isinstance(self.ground_truth, str) else json.dumps(self.ground_truth)
+        """The ground truth as text, of `truth_text`."""
+        return truth_text(self.ground_truth)
 
     @property
     def question(self) -> str:
@@ -53,6 +53,11 @@ class PromptRow:
         """Equal only for rows with the same prompt, and the same columns if an environment reads them."""
         prompt = prompt_identity(self.prompt, self.template_kwargs)
         return json.dumps([prompt, self.extra_info], sort_keys=True, default=repr) if self.played else prompt
+
+
+def truth_text(truth: Any) -> str:
+    """A ground truth as text: itself, or its JSON; empty if there is none."""
+    return truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth)
 
 
 def prompt_identity(prompt: tuple[dict, ...] | str, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.config.sections import JudgeConfig
-from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.rows import PromptRow, truth_text
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.judge_client import Breaker, Endpoint, Reply, RequestFailed, set_within
 from dapo_jax.rewards.judge_prompt import NoVerdict, fill_in, new_tag, read_score, read_template
@@ -152,11 +152,10 @@ class Judge:
         return Verdict({"score": score, "acc": float(score >= self._settings.threshold)}, None, None)
 
     async def _score(self, request: ScoreRequest) -> float:
-        truth = request.ground_truth
         values = {
             "question": request.question,
             "response": request.solution,
-            "ground_truth": truth if isinstance(truth, str) else json.dumps(truth, default=str),
+            "ground_truth": truth_text(request.ground_truth),
             "max_score": f"{self._settings.max_score:g}",
         }
         return self._read(await self._reply(values))

@@ -168,7 +168,7 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
         else:
             same.setdefault((name, row.ground_truth), []).append(row)
     for rule, found in unusable.items():
-        problems.append(f"{found[0].origin}{_others(found)}: ground_truth={found[0].truth_text[:60]} {rule}")
+        problems.append(f"{found[0].origin}{_others(found)}: ground_truth={found[0].truth_text[:60] or None} {rule}")
     for name, lenient in BY_SPELLING.items():
         keys = [key for key in same if key[0] == name and re.match(r"-?0[0-9]", key[1])]
         if found := [row for key in keys for row in same[key]]:
