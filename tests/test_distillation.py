@@ -17,6 +17,7 @@ from dapo_jax.models.attention import XLA
 from dapo_jax.monitor.recipe import write_config
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.run.base_models import read_architecture_of, read_model
+from dapo_jax.run.held_out import mean_accuracy
 from dapo_jax.run.networks import check_vocabulary, load_teacher
 from dapo_jax.run.settings import actor_settings, all_micro_batches
 from dapo_jax.training.loop import train
@@ -41,9 +42,13 @@ def test_a_student_comes_closer_to_its_teacher_without_any_verdict(tmp_path, for
     save_checkpoint(teacher)
     write_config(teacher.workdir, dataclasses.asdict(teacher))
     learns = {f"{NAME}.path": teacher.workdir, "trainer.total_training_steps": 12, "actor.optim.lr": 1e-2}
+    learns["trainer.test_freq"] = 12
     train(small_config(tmp_path / "student", **{**ALONE, **form, **learns}))
-    divergence = [row["distillation/reverse_kl"] for row in read_metrics(tmp_path / "student")]
+    rows = read_metrics(tmp_path / "student")
+    divergence = [row["distillation/reverse_kl"] for row in rows]
     assert len(divergence) == 12 and np.mean(divergence[-3:]) < 0.5 * np.mean(divergence[:3])
+    assert any("eval/" in name for name in rows[-1]) and mean_accuracy(rows[-1]) is None, "nothing says what is right"
+    assert not any("/acc/" in name or row[name] and name == "alarm/all_uniform" for row in rows for name in row)
 
 
 @pytest.mark.slow

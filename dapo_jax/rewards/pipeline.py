@@ -16,7 +16,7 @@ from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import gather
 from dapo_jax.rewards.judge import Judge, JudgedVerifiers
 from dapo_jax.rewards.scoring import ModelScorer, add_model_scores, add_rewards
-from dapo_jax.rewards.verdicts import Verifiers
+from dapo_jax.rewards.verdicts import Unverified, Verifiers
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.weighted import has_judge, without_judge
 from dapo_jax.rewards.worker_pool import VerifierPool
@@ -55,18 +55,9 @@ class RewardPipeline:
         pool, sources = self.verifiers[function or self.function], [prompts.rows[row] for row in rows]
         return Verification(pool, self.tokenizer, sources, num_samples, check=self.check, on_ended=on_ended)
 
-    def add_model_scores(
-        self, experience: Experience, prompts: PromptSet, *, function: str | None = None
-    ) -> Experience:
-        """Mixes in the reward model's scores, if there is one.
-
-        Args:
-            function: the reward function that scored the responses; None = the one for the training problems.
-        """
-        if self.scorer is None:
-            return experience
-        verified = (function or self.function) != "none"
-        return add_model_scores(experience, prompts, self.scorer, verified=verified)
+    def add_model_scores(self, experience: Experience, prompts: PromptSet) -> Experience:
+        """Mixes in the reward model's scores, if there is one."""
+        return experience if self.scorer is None else add_model_scores(experience, prompts, self.scorer)
 
     def shape(self, experience: Experience, prompts: PromptSet) -> Experience:
         """From verdicts to the reward `seq_reward` of each response (DAPO, equation 13): see `add_rewards`."""
@@ -117,6 +108,8 @@ def open_verifiers(
 
 def _verifiers(name: str, reward: RewardConfig, judge: Judge | None) -> Verifiers:
     """Worker processes for a reward function, and the judge."""
+    if name == "none":
+        return Unverified(name, reward.error_score)
     if judge is not None and has_judge(name):
         others = without_judge(name)
         rest = _verifiers(others, reward, None) if others else None

@@ -138,13 +138,10 @@ def load_scorer(settings: RewardModelConfig, data: DataConfig, dtype: Any, mesh:
     )
 
 
-def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelScorer, *, verified: bool) -> Experience:
+def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelScorer) -> Experience:
     """Adds the score `reward_model`, and sets `score` to its weighted sum with the verifier's score.
 
     The work of the stage `reward_model` is added to that of sampling.
-
-    Args:
-        verified: whether a verifier scored the responses; if not, `acc` is dropped.
     """
     num_samples = experience.finished.shape[1]
     rows = [prompts.rows[row] for row in experience.rows for _ in range(num_samples)]
@@ -155,9 +152,6 @@ def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelSc
     )
     found = np.where(experience.known, found.astype(np.float64).reshape(experience.finished.shape), np.nan)
     score = mixed(experience.scores["score"], found, scorer.settings)
-    if not verified:
-        rest = {name: values for name, values in experience.scores.items() if name != "acc"}
-        experience = replace(experience, scores=rest)
     experience = replace(experience, work={**experience.work, "reward_model": work})
     return experience.with_scores(reward_model=found, score=score)
 

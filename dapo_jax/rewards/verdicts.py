@@ -124,3 +124,18 @@ class Verifiers(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class Unverified(Verifiers):
+    """reward.function=none: scores 0 without `acc`, as nothing says which responses are right."""
+
+    def submit(self, request: ScoreRequest) -> Future[Verdict]:
+        found: Future[Verdict] = Future()
+        found.set_result(Verdict({"score": 0.0}, None, None))
+        return found
+
+    def take_replaced(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass

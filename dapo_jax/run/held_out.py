@@ -173,7 +173,7 @@ def _sample(
     for start in range(0, len(task.prompts), size):
         experience = sampler.sample(request, task.prompts, range(start, min(start + size, len(task.prompts))), verify)
         score = experience.score("score")
-        yield rewards.add_model_scores(experience, task.prompts, function=function), score
+        yield rewards.add_model_scores(experience, task.prompts), score
 
 
 def _task_metrics(held_out: HeldOut, prefix: str, task: TaskSet, measured: _Measured) -> dict[str, float]:

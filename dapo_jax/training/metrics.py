@@ -123,7 +123,9 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
     }
     if known.any():
         metrics["reward/unfiltered_mean"] = float(np.mean(scores["seq_reward"][known]))
-    compared, several = compared[comparable(known)], known.shape[1] > 1  # one sample has nothing to be equal to
+    # Not of one sample, which has nothing to be equal to, nor of responses that nothing has scored.
+    several = known.shape[1] > 1 and not scores.keys().isdisjoint(("acc", "reward_model"))
+    compared = compared[comparable(known)]
     if several and len(compared):
         uniform = np.nanmax(compared, axis=1) == np.nanmin(compared, axis=1)
         metrics["dynamic_sampling/uniform_share"] = float(np.mean(uniform))

@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 from shapes import mesh_of
 from small_run import small_config
 
-from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig, RewardModelConfig
+from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig, RewardConfig, RewardModelConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
@@ -23,7 +24,9 @@ from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.rewards.lowest import with_lowest
+from dapo_jax.rewards.pipeline import open_verifiers
 from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer, plan_batches, scoring_work
+from dapo_jax.rewards.verdicts import ScoreRequest, Verdict
 from dapo_jax.run.held_out import _Measured
 from dapo_jax.training.loop import train
 
@@ -205,7 +208,7 @@ EXPERIENCE = dataclasses.replace(
 
 def test_the_score_is_the_weighted_sum_of_verifier_and_reward_model():
     scorer: Any = LengthScorer(RewardModelConfig(weight=0.5, function_weight=2.0))
-    found = add_model_scores(EXPERIENCE, PROMPT_SET, scorer, verified=True)
+    found = add_model_scores(EXPERIENCE, PROMPT_SET, scorer)
     np.testing.assert_array_equal(found.scores["reward_model"], [[31, 32], [13, 14]])
     np.testing.assert_array_equal(found.scores["score"], [[17.5, 16.0], [8.5, 5.0]])
     assert {values.dtype for values in found.scores.values()} == {np.dtype(np.float64)}
@@ -222,18 +225,21 @@ def test_an_evaluation_gives_a_failed_verification_what_training_does():
     scores = EXPERIENCE.scores | {"score": np.array([[1.0, -3.0], [1.0, 0.0]])}
     groups = dataclasses.replace(EXPERIENCE, failed=failed, scores=scores, answers=[["", ""]] * 2)
     scorer: Any = LengthScorer(settings)
-    evaluated = add_model_scores(groups, PROMPT_SET, scorer, verified=True)
-    trained = add_model_scores(with_lowest(groups, {"score": -3.0}), PROMPT_SET, scorer, verified=True)
+    evaluated = add_model_scores(groups, PROMPT_SET, scorer)
+    trained = add_model_scores(with_lowest(groups, {"score": -3.0}), PROMPT_SET, scorer)
     found = _Measured.join([_Measured.of(evaluated, scores["score"])], settings)
     np.testing.assert_equal(found.scores, trained.scores)
     assert found.scores["score"][1, 1] == 2.0 * -3 + 0.5 * 14
 
 
 def test_without_a_verifier_there_is_no_accuracy():
-    unjudged = EXPERIENCE.with_scores(score=np.zeros((2, 2)))
+    request = ScoreRequest("task", "a", None, {})
+    with open_verifiers(["none"], RewardConfig(), Path()) as (verifiers, _):
+        assert verifiers["none"].score([request]) == [Verdict({"score": 0.0}, None, None)]
+    unjudged = dataclasses.replace(EXPERIENCE, scores={"score": np.zeros((2, 2))})
     scorer: Any = LengthScorer()
-    found = add_model_scores(unjudged, PROMPT_SET, scorer, verified=False)
-    assert set(found.scores) == {"score", "length", "reward_model"}
+    found = add_model_scores(unjudged, PROMPT_SET, scorer)
+    assert set(found.scores) == {"score", "reward_model"}
     np.testing.assert_array_equal(found.scores["score"], found.scores["reward_model"])
 
 
