@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
 SUFFIXES = (".parquet", ".jsonl", ".json")  # those that data.train_files takes
 _SPLITS = r"train|training|validation|valid|val|dev|test|testing|eval|evaluation"
+_WILD = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}  # as the library datasets reads them
+_SHARD = r"-\d{5}-of-\d{5}\.\w+"
 _NAMED = re.compile(rf"(^|[/._-])({_SPLITS})([/._-]|$)")
 
 
@@ -28,15 +29,14 @@ def split_files(files: Iterable[str], part: str, description: Mapping[str, Any])
     declared = _declared(description)
     if declared:
         patterns = declared.get(config or _default(description, declared), {}).get(split, [])
-        patterns = [*patterns, *(pattern.replace("**/", "") for pattern in patterns)]  # "**/" may mean no folder
-        return [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        return [name for name in files if any(re.fullmatch(_regular(pattern), name) for pattern in patterns)]
     folders = [config] if config not in ("", "default") else ["data", "default", ""]
     for folder in folders:
         prefix = re.escape(f"{folder}/" if folder else "")
-        # split.parquet, split-00000-of-00002.parquet, split/0000.parquet
-        found = [name for name in files if re.fullmatch(rf"{prefix}{re.escape(split)}([-_./][^/]*)?\.\w+", name)]
-        if found:
-            return found
+        # split-00000-of-00002.parquet, else split.parquet, split/0000.parquet; not split_sft-00000-of-00002.parquet
+        for rest in (_SHARD, rf"(?![_.][\w.]*{_SHARD})([-_./][^/]*)?\.\w+"):
+            if found := [name for name in files if re.fullmatch(prefix + re.escape(split) + rest, name)]:
+                return found
     inside = [name for name in files if folders[0] in ("data", name.partition("/")[0]) and name.endswith(".parquet")]
     return inside if split == "train" and not any(map(_NAMED.search, inside)) else []
 
@@ -60,6 +60,14 @@ def _declared(description: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]
                 for split, patterns in splits.items()
             }
     return found
+
+
+def _regular(pattern: str) -> str:
+    """The regular expression of a pattern of files."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
+    return "".join(
+        _WILD.get(part) or (part.replace("[!", "[^") if part[:1] == "[" else re.escape(part)) for part in parts
+    )
 
 
 def _splits(data_files: Any) -> dict[str, list[str]]:

@@ -19,6 +19,12 @@ LAYOUTS = {
         ["data/train-0.parquet", "data/trained.parquet", "data/test.parquet"],
         {"train": ["data/train-0.parquet"], "default/test": ["data/test.parquet"], "data/test": ["data/test.parquet"]},
     ),
+    "others of its name": (
+        [f"data/{name}-00000-of-00001.parquet" for name in ("test", "train", "train_gen", "train.sft", "train-a")],
+        {name: [f"data/{name}-00000-of-00001.parquet"] for name in ("train", "train_gen", "train.sft")},
+    ),
+    "no split of that name": (["data/train_sft-00000-of-00001.parquet"], {"train": []}),
+    "folders of shards": (["data/train/a-00000-of-00001.parquet"], {"train": ["data/train/a-00000-of-00001.parquet"]}),
     "root": (["train.jsonl", "test.jsonl", "notes.json"], {"train": ["train.jsonl"], "default/test": ["test.jsonl"]}),
     "the hub's copy": (
         ["default/train/0000.parquet", "default/train/0001.parquet", "other/train/0000.parquet"],
@@ -66,6 +72,19 @@ def test_the_readme_decides():
     assert split_files(files, "train", only) == ["a/x-0.parquet", "a/x-1.parquet"]
     several = {"configs": [configs[0], configs[2]]}
     assert split_files(files, "train", several) == []  # none is the default
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),  # the places of the files that it takes
+    [
+        *[("data/*", "1"), ("*.parquet", "03"), ("**/*.parquet", "0123"), ("**", "0123"), ("data/**", "12")],
+        *[("data/**/*.parquet", "12"), ("[ab].parquet", "0"), ("[!a].parquet", "3"), ("?.parquet", "03"), ("a+", "")],
+    ],
+)
+def test_a_declared_star_stays_in_its_folder(pattern, found):
+    files = ["a.parquet", "data/a.parquet", "data/test/b.parquet", "e.parquet"]
+    readme = {"configs": [{"data_files": [{"split": "train", "path": pattern}]}]}
+    assert split_files(files, "train", readme) == [files[int(place)] for place in found]
 
 
 def test_what_is_no_prompt_file_is_left_out():
