@@ -24,7 +24,7 @@ class PromptRow:
     @property
     def columns(self) -> dict:
         """What a reward function gets as extra_info: that of the row, and its prompt."""
-        return {"prompt": self.prompt, **self.extra_info}
+        return {**self.extra_info, "prompt": self.prompt}
 
     @property
     def truth_text(self) -> str:

@@ -89,6 +89,12 @@ def test_numeric_ground_truth_of_parquet_becomes_its_shortest_text(tmp_path, kin
     assert read_prompt_files([str(tmp_path / "b.parquet")], Columns(answer_key="answer"))[0].ground_truth == text
 
 
+def test_a_reward_function_gets_the_prompt_also_where_a_column_has_its_name(jsonl):
+    file = jsonl({"prompt": "raw", "question": "1 + 1", "answer": "2", "data_source": "sums"})
+    [row] = read_prompt_files([file], Columns(prompt_template="{question} =", answer_key="answer"))
+    assert row.columns == {"prompt": ({"role": "user", "content": "1 + 1 ="},), "question": "1 + 1", "answer": "2"}
+
+
 def test_message_keys_that_parquet_fills_with_null_are_dropped(parquet):
     named = ({"role": "user", "content": "2", "name": "Ann"},)
     rows = read_prompt_files([parquet(GOOD, {**GOOD, "prompt": named})])
