@@ -60,7 +60,7 @@ def read_prompt_files(paths: Sequence[str], columns: Columns = VERL, *, names_so
         source = source_name(entry) if names_sources else ""
         faults: list[tuple[int, Any, Problem]] = []
         num_bad = num_read = num_parsed = 0
-        for number, record in read_records(path, columns.answer_key):
+        for number, record in read_records(path):
             if num_bad >= MAX_BAD_ROWS:
                 break
             num_read += 1
@@ -125,39 +125,41 @@ def _described(path: Path | epath.Path, faults: Sequence[tuple[int, Any, Problem
     return [*lines, f"{path} has the columns {suggestion(other, missing)}"] if missing else lines
 
 
-def read_records(path: Path | epath.Path, answer_key: str = VERL.answer_key) -> Iterator[tuple[int, Any]]:
+def read_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
     """(row number from 1, decoded row) of one file; an undecodable line becomes its error."""
     if not path.is_file() or path.suffix not in SUFFIXES:
         raise InputError(f"prompt file {path} {_wrong_path(path)}")
     if isinstance(path, Path) and not os.access(path, os.R_OK):
         raise InputError(f"prompt file {path} cannot be read by this user: change its permissions")
     if path.suffix == ".parquet":
-        return _parquet_records(path, answer_key.partition(".")[0])
+        return _parquet_records(path)
     return _table_records(path) if path.suffix in (".csv", ".tsv") else _json_lines_records(path)
 
 
-def _parquet_records(path: Path | epath.Path, column: str) -> Iterator[tuple[int, Any]]:
+def _parquet_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
     try:
         with path.open("rb") as source, pq.ParquetFile(source) as file:
-            batches = (_records(batch, column) for batch in file.iter_batches(batch_size=1024))
+            batches = map(arrow_records, file.iter_batches(batch_size=1024))
             yield from enumerate((record for batch in batches for record in batch), start=1)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise unreadable(path, error) from error
 
 
-def _records(batch: pa.RecordBatch, column: str) -> list[dict[str, Any]]:
-    """The rows of a batch. In `column`, a number in 32 or 16 bits reads as it was written: 0.1, not 0.10000000149."""
+def arrow_records(batch: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
+    """The rows of a batch. A number in 32 or 16 bits reads as it was written: 0.1, not 0.10000000149."""
     records = batch.to_pylist()
-    if column in batch.schema.names:
-        kind = batch.schema.field(column).type
-        for record in records:
-            record[column] = _as_written(kind, record[column])
+    for column in batch.schema:
+        if "float" in str(column.type):  # one of 64 bits is a "double"
+            for record in records:
+                record[column.name] = _as_written(column.type, record[column.name])
     return records
 
 
 def _as_written(kind: pa.DataType, value: Any) -> Any:
-    if pa.types.is_struct(kind) and value is not None:
+    if isinstance(value, dict):
         return value | {field.name: _as_written(field.type, value[field.name]) for field in kind}
+    if isinstance(value, list):
+        return [_as_written(kind.field(0).type, part) for part in value]
     narrow = pa.types.is_float16(kind) or pa.types.is_float32(kind)
     return value if value is None or not narrow else float(str(kind.to_pandas_dtype()(value)))
 

@@ -242,6 +242,7 @@ def plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if hasattr(value, "tolist"):  # a NumPy array or scalar
-        return value.tolist()
+    if hasattr(value, "tolist"):  # a NumPy array or scalar: of 32 or 16 bits, as it was written, 0.1
+        narrow = str(getattr(value, "dtype", "")) in ("float16", "float32")
+        return (value.__array__().astype(str).astype(float) if narrow else value).tolist()
     raise TypeError(f"a {type(value).__name__} has no form in JSON")

@@ -9,6 +9,7 @@ import pytest
 from dapo_jax.data import prompt_files
 from dapo_jax.data.columns import Columns
 from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.data.row_schema import plain
 from dapo_jax.data.rows import PromptRow
 
 GOOD = {
@@ -87,6 +88,20 @@ def test_numeric_ground_truth_of_parquet_becomes_its_shortest_text(tmp_path, kin
     assert read_prompt_files([str(tmp_path / "a.parquet")])[0].ground_truth == text
     pq.write_table(pa.table({**columns, "answer": pa.array([value], kind)}), tmp_path / "b.parquet")
     assert read_prompt_files([str(tmp_path / "b.parquet")], Columns(answer_key="answer"))[0].ground_truth == text
+
+
+def test_numbers_of_few_bits_read_as_written_everywhere(tmp_path, jsonl):
+    kind = pa.struct([("x", pa.list_(pa.float32()))])
+    table = pa.table(
+        {"number": pa.array([0.1], pa.float32()), "nested": pa.array([[{"x": [0.1, None]}]], pa.list_(kind))}
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    columns = Columns(prompt_template="{number} {nested.0.x.0}", answer_key="nested.0.x")
+    [row] = read_prompt_files([str(tmp_path / "a.parquet")], columns, names_sources=True)
+    assert (row.question, row.ground_truth) == ("0.1 0.1", [0.1, None])
+    assert row.extra_info == {"number": 0.1, "nested": [{"x": [0.1, None]}]}
+    given = [np.float32(0.1), np.array([[0.1, np.inf]], np.float16), np.float64(0.1), np.arange(2)]
+    assert [plain(value) for value in given] == [0.1, [[0.1, np.inf]], 0.1, [0, 1]]
 
 
 def test_a_reward_function_gets_the_prompt_also_where_a_column_has_its_name(jsonl):
