@@ -46,6 +46,8 @@ def read_row(
     for key, value in record.items():
         if (rule := _unfit(value)) is not None:
             return None, [Problem(f"{key} unfit", f"{key} {rule}")]
+    if found := [key for key in ("images", "videos") if record.get(key)]:
+        return None, [Problem(found[0], f"{found[0]} must be empty, as models read text only: leave out such rows")]
     prompt, problems = _templated(record, columns) if columns.prompt_template else _given(record, columns)
     data_source: Any = source if source and record.get("data_source") is None else record.get("data_source")
     if not _is_text(data_source):

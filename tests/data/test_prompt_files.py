@@ -104,6 +104,14 @@ def test_numbers_of_few_bits_read_as_written_everywhere(tmp_path, jsonl):
     assert [plain(value) for value in given] == [0.1, [[0.1, np.inf]], 0.1, [0, 1]]
 
 
+@pytest.mark.parametrize("column", ["images", "videos"])
+def test_rows_with_images_are_refused_not_read_as_text(column, jsonl, parquet):
+    for write in (jsonl, parquet):
+        assert len(read_prompt_files([write({**GOOD, column: []}, {**GOOD, column: None})])) == 2
+        [line] = refusal(write({**GOOD, column: []}, {**GOOD, column: [{"path": "a.png"}]}))
+        assert f"row 2: {column} must be empty, as models read text only" in line
+
+
 def test_a_reward_function_gets_the_prompt_also_where_a_column_has_its_name(jsonl):
     file = jsonl({"prompt": "raw", "question": "1 + 1", "answer": "2", "data_source": "sums"})
     [row] = read_prompt_files([file], Columns(prompt_template="{question} =", answer_key="answer"))
