@@ -17,6 +17,7 @@ RULE = (
 PROMPT = "prompt"  # in extra_info: the row's chat messages, or its text
 _ALL = ("data_source", "solution", "ground_truth", "extra_info")
 _NAMES = {**{name: name for name in _ALL}, "text": "solution", "solution_str": "solution", "truth": "ground_truth"}
+_MEANT = {"prompt": "", "prompts": "", "question": "", "response": "solution", "completion": "solution"}  # "": none
 _TRUTHS = ("ground_truth", "answer", "solution")  # columns that mean the ground truth to TRL's users, unless they exist
 _TOKENS = ("prompt_ids", "completion_ids")  # what TRL also passes, and no function gets here
 _LOOPS = threading.local()  # one per thread: clients that a function keeps stay usable from call to call
@@ -88,6 +89,9 @@ def taken(given: str, function: Callable[..., Any]) -> dict[str, str]:
     found = {one.name: _NAMES.get(one.name) or next(left, None) for one in read}
     if not read or None in found.values() or len({*found.values()}) < len(found):
         _refuse(given, function, f"takes {inspect.signature(function)}: change its parameters")
+    if wrong := [name for name, argument in found.items() if _MEANT.get(name, argument) != argument]:
+        reason = f"takes {inspect.signature(function)}, of which {wrong[0]} would get the {found[wrong[0]]}"
+        _refuse(given, function, f"{reason}: use these names; the prompt is extra_info['prompt']")
     return {name: argument for name, argument in found.items() if argument is not None}
 
 

@@ -27,6 +27,21 @@ def test_a_function_of_no_form_is_named_with_its_parameters(parameters, own):
     assert f"takes ({parameters})" in str(error.value) or "takes completion_ids, and no token ids" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "wrong"),
+    [
+        ("prompt, completion", "prompt would get the solution"),
+        ("prompt, response, ground_truth", "prompt would get the solution"),
+        ("text, response", "response would get the ground_truth"),
+        ("question, text, truth, info", "question would get the data_source"),
+    ],
+)
+def test_a_parameter_that_would_get_something_else_than_its_name_says_is_refused(parameters, wrong, own):
+    with pytest.raises(ValueError, match=rf"takes \({parameters}\), of which {wrong}: .* extra_info\['prompt'\]"):
+        own(f"def score({parameters}): return 1.0")
+    assert own("def score(response, answer): return response + answer")("d", "s", "t", {}) == "st"
+
+
 def test_an_async_function_is_awaited_in_one_loop(own):
     code = "import asyncio\nloops = set()\nasync def score(text, truth):\n    await asyncio.sleep(0)\n"
     code += "    loops.add(asyncio.get_running_loop())\n    return len(loops) + 2.0 * (text == truth)"
