@@ -7,10 +7,13 @@ import sys
 import types
 import zlib
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from dapo_jax.errors import InputError
+
+_FOLDER = "folder_"  # begins the name of the package that a file's folder is
 
 
 def is_own(name: str) -> bool:
@@ -84,9 +87,8 @@ def load_named(option: str, name: str, kind: str = "function") -> Callable[..., 
 def _run_file(path: Path) -> types.ModuleType:
     """Imports a file, which may import other files of its folder, by name or relatively."""
     folder = str(path.absolute().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    package = types.ModuleType(f"folder_{zlib.crc32(folder.encode()):08x}")
+    _import_from(folder)
+    package = types.ModuleType(f"{_FOLDER}{zlib.crc32(folder.encode()):08x}")
     package.__path__ = [folder]
     sys.modules[package.__name__] = package
     spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem.replace('.', '_')}", path)
@@ -95,6 +97,21 @@ def _run_file(path: Path) -> types.ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _import_from(folder: str) -> None:
+    """Puts `folder` first, and forgets the neighbours of other folders' files that have the names of modules here."""
+    sys.path[:] = [folder, *(one for one in sys.path if one != folder)]
+    packages = [one for name, one in sys.modules.items() if name.startswith(_FOLDER) and "." not in name]
+    others = {one.__path__[0] for one in packages} - {folder}
+
+    def is_of_another(module: str) -> bool:
+        origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None) or ""
+        is_theirs = str(Path(origin.removesuffix("/__init__.py")).parent) in others
+        return is_theirs and PathFinder.find_spec(module, [folder]) is not None
+
+    for name in [name for name in sys.modules if is_of_another(name.partition(".")[0])]:
+        del sys.modules[name]
 
 
 def _import_failure(module_name: str, error: BaseException) -> str:

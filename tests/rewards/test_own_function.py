@@ -109,6 +109,20 @@ def test_a_file_finds_the_modules_in_its_folder(tmp_path, monkeypatch):
     assert load_function(f"{tmp_path}/my-reward.v2.py:score")("", "", "", {}) == 2.0
 
 
+def test_files_of_two_folders_each_import_their_own_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "b")])
+    for folder, value in {"a": 1.0, "b": 2.0}.items():
+        (tmp_path / folder / "namesakes").mkdir(parents=True)
+        (tmp_path / folder / "namesakes" / "__init__.py").write_text("")
+        (tmp_path / folder / "namesakes" / "part.py").write_text(f"ONE = {value}")
+        (tmp_path / folder / f"only_{folder}.py").write_text("calls = []")
+        code = f"import only_{folder}\nfrom namesakes.part import ONE\ndef score(*arguments): return ONE"
+        (tmp_path / folder / "own.py").write_text(code)
+    first, second, again = (load_function(f"{tmp_path}/{folder}/own.py:score") for folder in "aba")
+    assert [one("", "", "", {}) for one in (first, second, again)] == [1.0, 2.0, 1.0]
+    assert {"only_a", "only_b"} <= sys.modules.keys(), "what has one name is kept"
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
