@@ -185,6 +185,7 @@ def test_the_checkpoints_measure_as_the_run_did(trained, tmp_path):
             mean = np.mean([np.mean(values) for values in by_prompt.values()])
             assert result["metrics"][f"bench/{task}/acc/mean@{k}"] == pytest.approx(mean)
             assert {(line["ground_truth"], line["finished"] or line["length"] == 4) for line in found} == {("2", True)}
+            assert all(line["origin"].endswith(f"two.jsonl row {line['row']}") for line in found)
     assert table(results).count("\n") == 6
 
 

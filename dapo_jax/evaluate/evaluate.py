@@ -227,6 +227,7 @@ def _writer(tokenizer: Tokenizer, output: Path, known: dict[str, Any]) -> Receiv
                         **known,
                         "task": task.name_of(row),
                         "row": index + 1,
+                        "origin": row.origin,
                         "sample": sample,
                         "prompt": prompt,
                         "response": response,
