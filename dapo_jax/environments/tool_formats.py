@@ -12,6 +12,7 @@ from dapo_jax.errors import InputError
 
 KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 OF_KIND = {kind: of for of, kind in KINDS.items()} | {"number": int | float, "null": types.NoneType}
+_DECODER = json.JSONDecoder()
 _FENCED = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
 _OF_ANY_FORMAT = re.compile(
     r"(<tool_call>.*?(?:</tool_call>|\Z)|```(?:json)?\s*\{.*?\}\s*```|\A\s*(?:<\|python_tag\|>\s*)?\{.*\}\s*\Z)",
@@ -35,9 +36,16 @@ def _tagged(text: str) -> Iterator[str]:
 
 def _objects(text: str) -> Iterator[str]:
     """A turn that is one JSON object or several with semicolons between them, as Llama 3 writes."""
-    text = text.strip().removeprefix("<|python_tag|>")
-    if text.lstrip().startswith("{"):
-        yield from text.split(";") if _is_json(text) is None else [text]
+    text = text.strip().removeprefix("<|python_tag|>").lstrip()
+    text = text if text.startswith("{") else ""
+    while text:
+        try:
+            end = _DECODER.raw_decode(text)[1]  # an argument may have semicolons
+        except (ValueError, RecursionError):
+            end = 0
+        more, _, rest = text[end:].partition(";")
+        yield text[:end] + more
+        text = rest.strip()
 
 
 def _fenced(text: str) -> Iterator[str]:

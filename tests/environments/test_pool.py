@@ -127,6 +127,7 @@ def test_the_reward_of_the_tool_form_is_asked_at_the_end(desk):
     [
         ('{"name": "a", "parameters": {"x": 1}}', "llama3", ["a"]),
         ('<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "llama3", ["a", "b"]),
+        ('{"name": "a", "parameters": {"q": "x;y"}}; {"name": "b", "parameters": {}};', "llama3", ["a", "b"]),
         ('so\n```json\n{"name": "a", "arguments": {}}\n```\n', "json", ["a"]),
         ('{"name": "a", "arguments": "{}"}', "json", ["a"]),
         ("no call", "json", []),
@@ -139,6 +140,11 @@ def test_calls_are_read_in_each_format(text, tool_format, names):
     found = calls_in(text, tool_format)
     assert [one.name for one in found] == names and not any(one.problem for one in found)
     assert all(isinstance(one, Call) for one in found)
+
+
+def test_a_call_of_several_that_cannot_be_read_is_no_call_and_the_others_are():
+    found = calls_in('{"name": "a"} and; {"name": "b"}; {; no', "llama3")
+    assert [one.name for one in found] == ["", "b", "", ""] == [one.name * (not one.problem) for one in found]
 
 
 def test_the_chat_template_says_which_format_it_teaches():
