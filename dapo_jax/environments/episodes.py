@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.data.experience import check_score_names
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.environments.pool import EnvironmentPool, Play
 from dapo_jax.environments.protocol import Description, Fault, Reply
@@ -67,6 +68,7 @@ class Earned:
     turns: int = 0
     calls: int = 0
     invalid: int = 0
+    ended: bool = False  # by the environment, or `get_reward` has spoken; False: by a limit
 
     def take(self, reply: Reply) -> None:
         """The reply to a turn, or to the end: what `get_reward` says is the reward of the whole episode."""
@@ -74,13 +76,19 @@ class Earned:
         self.calls += reply.calls
         self.invalid += reply.invalid
         self.numbers |= reply.numbers
+        self.ended = reply.done or reply.ends
         if reply.reward is not None:
             self.reward = self.reward + reply.reward if self.sums and not reply.ends else reply.reward
 
     @property
     def verdict(self) -> dict[str, float]:
-        """Named numbers as a verifier returns them; acc is the reward unless the environment says it."""
-        return {"score": self.reward, "acc": self.reward} | self.numbers | {"num_turns": float(self.turns)}
+        """Named numbers as a verifier returns them.
+
+        Unless the environment says it, acc is the reward, or 0 if a limit ended the episode: the environment might
+        have said it at the end, and what was earned on the way is no answer.
+        """
+        acc = self.reward if self.ended else 0.0
+        return {"score": self.reward, "acc": acc} | self.numbers | {"num_turns": float(self.turns)}
 
 
 def try_on(pool: EnvironmentPool, row: PromptRow, seed: int) -> list[Reply]:
@@ -107,6 +115,7 @@ def try_on(pool: EnvironmentPool, row: PromptRow, seed: int) -> list[Reply]:
     finally:
         for play in plays:
             pool.end(play)
+    check_score_names(name for reply in plays[0].replies for name in reply.numbers)
     if plays[0].replies != plays[1].replies:
         raise InputError(
             f"the environment says something else in a second episode for {row.origin} with the same seed: let it draw "

@@ -16,7 +16,7 @@ from typing import Any
 from dapo_jax.data.row_schema import plain
 from dapo_jax.environments.tool_formats import calls_in, misfit, schema
 from dapo_jax.errors import InputError
-from dapo_jax.rewards.messages import MAX_NUMBER, MAX_NUMBERS
+from dapo_jax.rewards.messages import EPISODE_NUMBERS, MAX_NUMBER, MAX_NUMBERS
 from dapo_jax.rewards.own_function import awaited
 
 TEXT_FORM = "reset(seed, **row) and step(text) -> (observation, reward, done) or (observation, reward, done, info)"
@@ -136,7 +136,7 @@ class Episode:
         self.instance = of.make(**of.arguments)
         parameters = inspect.signature(self.instance.reset).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        given = {"seed": self.seed, **self.row}
+        given = {**self.row, "seed": self.seed}
         chosen = {name: value for name, value in given.items() if takes_all or name in parameters}
         return Reply(_messages(of.given, "reset", awaited(self.instance.reset(**chosen)), may_be_none=True))
 
@@ -160,6 +160,8 @@ class Episode:
         numbers = {
             str(name): _finite(given, f"info[{name!r}]", value) for name, value in info.items() if _counts(value)
         }
+        if taken := sorted(numbers.keys() & {"score", *EPISODE_NUMBERS}):
+            raise Fault(f"{given}: the info of step must not have {', '.join(taken)}, which the run says: rename it")
         messages = _messages(given, "step", observation, may_be_none=bool(done))
         return Reply(messages, _finite(given, "the reward of step", reward), bool(done), numbers)
 

@@ -21,6 +21,7 @@ MAX_ANSWER = 1 << 20  # bytes of one message from a worker
 MAX_TEXT = 1000  # characters of pred, of an error and of a number's name
 MAX_NUMBERS = 100  # that a verifier may return per sample
 MAX_NUMBER = (2 - 2**-23) * 2.0**127  # the largest float32, the type of rewards and filters
+EPISODE_NUMBERS = ("num_turns", "observation_tokens")  # that a run counts, whatever a verifier says
 WRONG_RESULT = "verifier must return"  # start of the error for an invalid result
 NO_VERDICT = "the function returned None: no verdict"  # the error for a function that says that it has none
 

@@ -70,7 +70,7 @@ class Environments:
         if self.gives_rewards:
             return Verdict(own, verdict.pred, None)
         missing = verdict.error is not None and not verdict.numbers
-        return verdict if missing else replace(verdict, numbers=own | verdict.numbers)
+        return verdict if missing else replace(verdict, numbers=verdict.numbers | own)
 
     def without_function(self, reward: RewardConfig) -> RewardConfig:
         """The rewards of a run, without a function if the environment gives rewards.

@@ -1,11 +1,13 @@
 """Environments in their processes: forms, tool calls, random states, limits and failures."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dapo_jax.config.sections import EnvironmentConfig
+from dapo_jax.config.sections import DataConfig, EnvironmentConfig
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.environments import episodes
 from dapo_jax.environments.episodes import Earned, columns_of, seed_of, told, try_on
@@ -14,6 +16,8 @@ from dapo_jax.environments.protocol import Description, Fault, Reply
 from dapo_jax.environments.tool_formats import Call, calls_in, format_of
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.session import keep
+from dapo_jax.rewards.verdicts import Verdict
+from dapo_jax.run.episodes import Environments
 
 FILE = Path(__file__).with_name("played.py")
 ROW = PromptRow(({"role": "user", "content": "Play."},), "games", "3*4", {"hint": "odd"})
@@ -251,6 +255,50 @@ def test_an_episode_earns_its_last_reward_or_their_sum():
             earned.take(reply)
         assert earned.verdict == {"score": score, "acc": 0.0, "steps": 2.0, "num_turns": 2.0}
     assert Earned(False).verdict == {"score": 0.0, "acc": 0.0, "num_turns": 0.0}
+
+
+def test_what_a_limit_cuts_off_counts_as_no_answer_unless_the_environment_says_so():
+    """A class that says acc only when it is done had the sum of its rewards as the accuracy of an unsolved episode."""
+    on_the_way, end = [Reply(reward=0.3)] * 5, Reply(reward=0.3, done=True)
+    solved = Reply(reward=0.3, done=True, numbers={"acc": 1.0})
+    said, whole = Reply(numbers={"acc": 0.5}), Reply(reward=0.9, ends=True)
+    for last, acc in ((None, 0.0), (end, 1.8), (solved, 1.0), (said, 0.5), (whole, 0.9)):
+        earned = Earned(True)
+        for reply in filter(None, [*on_the_way, last]):
+            earned.take(reply)
+        assert earned.verdict["acc"] == pytest.approx(acc) and earned.verdict["score"] >= 0.9
+
+
+@pytest.mark.parametrize("name", ["score", "num_turns", "observation_tokens", "a/b"])
+def test_numbers_with_a_name_of_the_run_are_refused(name):
+    """They replaced the reward that a run trains on, or were replaced, without a word; a/b ended the first step."""
+
+    class Says:
+        def reset(self):
+            return None
+
+        def step(self, text):
+            return "", 0.0, True, {name: 1.0}
+
+    with pool_of(path=keep(Says, "Says")) as pool:
+        if name != "a/b":
+            with pytest.raises(Fault, match=f"the info of step must not have {name}, which the run says: rename it"):
+                played(pool, ["1"])
+        with pytest.raises(InputError, match=name):
+            try_on(pool, ROW, 1)
+
+
+def test_a_reward_function_does_not_replace_what_is_counted_of_an_episode():
+    pool = SimpleNamespace(descriptions={"": Description(rewards=False)})
+    environments = Environments(pool, {}, 0, DataConfig(), EnvironmentConfig())  # pyright: ignore[reportArgumentType]
+    found = environments.judged({"num_turns": 2.0}, Verdict({"score": 1.0, "num_turns": 9.0}, None, None))
+    assert found.numbers == {"score": 1.0, "num_turns": 2.0}
+
+
+def test_a_column_called_seed_does_not_replace_that_of_the_episode(guess):
+    """Rows of reasoning_gym have one, the same in all rows: every episode had one seed."""
+    row = replace(ROW, extra_info={**ROW.extra_info, "seed": 0})
+    assert row.columns["seed"] == 0 and played(guess, ["1", "2", "5"], row=row) == played(guess, ["1", "2", "5"])
 
 
 def test_rows_that_differ_only_in_what_reset_is_given_are_different_problems():
