@@ -11,16 +11,19 @@ from collections.abc import Mapping
 import numpy as np
 
 from dapo_jax.data.experience import Experience
+from dapo_jax.rewards.messages import EPISODE_NUMBERS
 
 
 def lowest_given(scores: Mapping[str, np.ndarray], failed: np.ndarray) -> dict[str, np.ndarray]:
     """By name, the lowest number [Q] that the verifier gave to a response of each group; inf where it gave none.
 
+    What is counted of an episode is no verdict.
+
     Args:
         scores: [Q, G] each, NaN where there is none.
         failed: [Q, G] bool, verification failed.
     """
-    given = {name: np.where(failed, np.nan, values) for name, values in scores.items()}
+    given = {name: np.where(failed, np.nan, scores[name]) for name in scores if name not in EPISODE_NUMBERS}
     return {name: np.fmin.reduce(values, axis=1, initial=np.inf) for name, values in given.items()}
 
 

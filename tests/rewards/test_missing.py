@@ -113,6 +113,15 @@ def test_a_time_out_of_a_function_of_minus_1_and_1_is_not_favoured():
     assert with_lowest(groups_of([[1, NAN, 1]]), {"score": -3.0}).scores["score"][0, 0] == 1, "no verdict, no score"
 
 
+def test_what_is_counted_of_an_episode_is_not_lowered():
+    """A reward function that failed on an episode of five turns had it count two, the fewest of its group."""
+    counted = {name: np.array([[2.0, 5.0]]) for name in ("num_turns", "observation_tokens")}
+    groups = groups_of([[1, 0]], failed=[[0, 1]]).with_scores(**counted)
+    found = with_lowest(groups, {}).scores
+    assert all(found[name].tolist() == [[2.0, 5.0]] for name in counted)
+    assert {*lowest_given(groups.scores, groups.failed)} == {"score", "acc"}
+
+
 def judged(numbers, acc_of):
     groups = groups_of([acc_of(number) for number in numbers])
     groups = dataclasses.replace(groups, numbers=np.array(numbers), rows=np.array(numbers))
