@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from dapo_jax.command.tasks import given_function
+from dapo_jax.command.tasks import given_function, held_out_options, parse_tasks
 from dapo_jax.config.derived import plays_episodes
 from dapo_jax.config.sections import Config, DataConfig, EnvironmentConfig, RewardConfig
 from dapo_jax.data.tokenizer import Tokenizer
@@ -72,19 +72,24 @@ class Environments:
         missing = verdict.error is not None and not verdict.numbers
         return verdict if missing else replace(verdict, numbers=verdict.numbers | own)
 
-    def without_function(self, reward: RewardConfig) -> RewardConfig:
+    def without_function(self, config: Config) -> RewardConfig:
         """The rewards of a run, without a function if the environment gives rewards.
 
         Raises:
             InputError: both give rewards.
         """
+        reward = config.reward
         if not self.gives_rewards:
             return reward
-        if (given := given_function(reward)) not in ("auto", "none"):
-            raise InputError(
-                f"{described(given)} must not be given with environment.path={self.settings.path}, which gives rewards "
-                "itself: leave it out, or get_reward and reward"
-            )
+        tasks = parse_tasks(config.evaluate.tasks, held_out_options(config.data, config.evaluate, reward))
+        given = [(described(given_function(reward)), given_function(reward))]
+        given += [(f"evaluate.tasks, {task.name!r}: reward_function", task.reward_function) for task in tasks]
+        for option, function in given:
+            if function not in ("auto", "none"):
+                raise InputError(
+                    f"{option} must not be given with environment.path={self.settings.path}, which gives rewards "
+                    "itself: leave it out, or get_reward and reward"
+                )
         return replace(reward, function="none")
 
 

@@ -150,7 +150,7 @@ def read_episodes(
     """
     if environments is None:
         return config, read_problems(config, tokenizer, training=training)
-    config = dataclasses.replace(config, reward=environments.without_function(config.reward))
+    config = dataclasses.replace(config, reward=environments.without_function(config))
     problems = read_problems(config, tokenizer, training=training, environments=environments.pool.descriptions)
     for rows, _ in problems.by_function():
         for row in rows:

@@ -191,6 +191,9 @@ def test_what_does_not_go_together_is_refused_before_a_device(changes, message):
 def test_rewards_of_the_environment_and_of_a_function_exclude_each_other(tmp_path):
     with pytest.raises(InputError, match="which gives rewards itself"):
         train(config_of(tmp_path, **{"reward.function": f"{FILE}:score"}))
+    task = {"files": str(tmp_path / "rows.jsonl"), "reward_function": f"{FILE}:score"}
+    with pytest.raises(InputError, match="evaluate.tasks, 'more': reward_function must not be given with"):
+        train(config_of(tmp_path, **{"evaluate.tasks": json.dumps({"more": task})}))
     with dx.Policy(config_of("unused")) as policy, pytest.raises(InputError, match="max_tokens=3 does not go with"):
         policy.generate(["1 + 1 ="], environment=Sums, max_tokens=3)
 
