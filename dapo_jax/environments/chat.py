@@ -15,6 +15,7 @@ from dapo_jax.data.prompts import truncate
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.environments.protocol import Messages
+from dapo_jax.environments.tool_formats import FORMATS, format_of
 from dapo_jax.errors import InputError
 
 OBSERVATION = "{observation}"
@@ -43,7 +44,12 @@ class Chat:
         return given or (OBSERVATION if self.tokenizer.chat_template is None else "")
 
     def check(self) -> None:
-        """Raises InputError if the template does not write earlier turns as they were, or the option has no place."""
+        """Raises InputError if the template does not write earlier turns as they were, or an option does not fit it."""
+        if self.tools and not format_of(self.tokenizer.chat_template, self.settings.tool_format):
+            raise InputError(
+                "environment.tool_format=auto: the chat template teaches a form of calls that is not read here: choose "
+                f"{', '.join(FORMATS)}, and show the model how to call in its prompts"
+            )
         option = f"environment.turn_template={self.settings.turn_template!r}"
         if self.turn_template:
             if self.turn_template.count(OBSERVATION) != 1:

@@ -55,14 +55,19 @@ def _fenced(text: str) -> Iterator[str]:
 
 
 FORMATS: dict[str, Callable[[str], Iterator[str]]] = {"hermes": _tagged, "llama3": _objects, "json": _fenced}
+# In chat templates that teach another form: of Qwen3.5, GLM-4.5, Mistral, gpt-oss and Olmo 3.
+OTHERS = ("<function=", "<arg_key>", "[TOOL_CALLS]", "<|channel|>", "<function_calls>")
 EXAMPLES = {"hermes": "<tool_call>{}</tool_call>", "llama3": "{}", "json": "```json\n{}\n```"}  # with a call's JSON
 
 
-def format_of(chat_template: str | None) -> str:
-    """The format that a chat template teaches."""
-    if "<tool_call>" in (chat_template or ""):
+def format_of(chat_template: str | None, chosen: str = "auto") -> str:
+    """`chosen`, unless it is auto: the format that a chat template teaches; "" if that is none of them."""
+    text = chat_template or ""
+    if chosen != "auto" or any(mark in text for mark in OTHERS):
+        return chosen.replace("auto", "")
+    if "<tool_call>" in text:
         return "hermes"
-    return "llama3" if "<|python_tag|>" in (chat_template or "") else "json"
+    return "llama3" if "<|python_tag|>" in text else "json"
 
 
 def calls_in(text: str, tool_format: str) -> list[Call]:

@@ -109,8 +109,7 @@ def open_environments(
     if not plays_episodes(settings):
         yield None
         return
-    auto = settings.tool_format == "auto"
-    tool_format = format_of(tokenizer.chat_template) if auto else settings.tool_format
+    tool_format = format_of(tokenizer.chat_template, settings.tool_format)
     with EnvironmentPool(settings, tool_format, env=config.reward.env) as pool:
         giving = [name for name, one in pool.descriptions.items() if one.rewards]
         if len(giving) not in (0, len(pool.descriptions)):

@@ -23,7 +23,7 @@ from dapo_jax.environments.chat import Chat
 from dapo_jax.environments.episodes import Earned, columns_of, told, try_on
 from dapo_jax.environments.pool import EnvironmentPool
 from dapo_jax.environments.protocol import Fault, Reply
-from dapo_jax.environments.tool_formats import EXAMPLES, format_of
+from dapo_jax.environments.tool_formats import EXAMPLES, FORMATS, format_of
 from dapo_jax.errors import InputError, say
 from dapo_jax.hub.repositories import model_at
 
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--row", default="{}", help="JSON object: further columns of the row, for reset")
     parser.add_argument("--seed", type=int, default=0, help="of the episode and of the random text")
     parser.add_argument("--turns", type=int, default=4, help="of the policy, at most")
+    parser.add_argument("--tool-format", default="auto", choices=("auto", *FORMATS), help="environment.tool_format")
     parser.add_argument("--turn-template", default="", help="environment.turn_template")
     given = parser.parse_args(arguments)
     settings = EnvironmentConfig(
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments=given.arguments,
         max_turns=given.turns,
         turn_template=given.turn_template,
+        tool_format=given.tool_format,
         num_workers=1,
     )
     with refusals(["env check", *(arguments or ())]):
@@ -88,7 +90,7 @@ def played(settings: EnvironmentConfig, model: str, row: PromptRow, seed: int) -
     """
     tokenizer = load_tokenizer(model_at(model, weights=False)) if model else characters()
     random_text, lines, earned = random.Random(seed), list[str](), Earned(settings.reward == "sum")
-    tool_format = format_of(tokenizer.chat_template)
+    tool_format = format_of(tokenizer.chat_template, settings.tool_format)
     with EnvironmentPool(settings, tool_format) as pool:
         description = pool.descriptions[""]
         tools = description.tools

@@ -154,6 +154,14 @@ def test_a_call_of_several_that_cannot_be_read_is_no_call_and_the_others_are():
 def test_the_chat_template_says_which_format_it_teaches():
     found = [format_of(text) for text in ("... <tool_call> ...", "<|python_tag|>", "plain", None)]
     assert found == ["hermes", "llama3", "json", "json"]
+    others = (
+        "<tool_call>\n<function=f>",
+        "<tool_call>f\n<arg_key>",
+        "[TOOL_CALLS] [",
+        "<|channel|>",
+        "<function_calls>",
+    )
+    assert not any(map(format_of, others)) and {format_of(text, "json") for text in others} == {"json"}
 
 
 def test_a_process_that_fails_once_is_replaced_and_its_episodes_are_played_again(tmp_path):
