@@ -6,7 +6,7 @@ template goes on after a turn of the assistant. That works for templates which w
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_jax.config.sections import DataConfig, EnvironmentConfig
@@ -19,6 +19,8 @@ from dapo_jax.environments.tool_formats import FORMATS, format_of
 from dapo_jax.errors import InputError
 
 OBSERVATION = "{observation}"
+BEFORE = "\n"  # what is encoded at the start of a text may get a space, so this stands before a continuation
+BROKEN = "\ufffd"  # what is decoded of a part of a character
 ASKED = {"role": "user", "content": "?"}
 ANSWERED = "It is so."
 THOUGHT = f"<think>\nWhy?\n</think>\n\n{ANSWERED}"
@@ -30,12 +32,18 @@ class Chat:
 
     Args:
         tools: schemas that the chat template is given.
+        arguments: further variables of the template, of a row; data.chat_template_kwargs unless given.
     """
 
     tokenizer: Tokenizer
     data: DataConfig
     settings: EnvironmentConfig
     tools: Sequence[Mapping[str, Any]] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, row: PromptRow) -> "Chat":
+        """That of a row's episodes."""
+        return replace(self, arguments=row.template_kwargs)
 
     @property
     def turn_template(self) -> str:
@@ -63,18 +71,20 @@ class Chat:
             two = self._rendered([ASKED, turn, *said, turn, *said])
             goes_on = one.removeprefix(begins)
             if not one.startswith(begins) or two != one + answer + goes_on:
+                own = ", ".join(sorted(self.arguments.keys() - {"tools"}))
                 raise InputError(
-                    "environment: the chat template must write earlier turns of the assistant as they were, but "
-                    f"changes them once another message follows ({answer!r} becomes part of {two!r:.300}): state what "
-                    f"follows a turn by environment.turn_template, with {OBSERVATION} where the environment speaks"
+                    f"environment: the chat template {f'with {own} of a row ' * bool(own)}must write earlier turns of "
+                    "the assistant as they were, but changes them once another message follows "
+                    f"({answer!r} becomes part of {two!r:.300}): state what follows a turn by "
+                    f"environment.turn_template, with {OBSERVATION} where the environment speaks"
                 )
 
-    def opened(self, row: PromptRow, said: Messages) -> PromptRow:
-        """The row with what the environment says at the start as the end of its prompt."""
-        shortened = self.cut(said)[0]
+    def opened(self, row: PromptRow, said: Messages) -> tuple[PromptRow, int]:
+        """The row with what the environment says at the start as the end of its prompt, and how much of it was cut."""
+        shortened, longer = self.cut(said)
         if isinstance(row.prompt, str):
-            return replace(row, prompt=row.prompt + "".join(message["content"] for message in shortened))
-        return replace(row, prompt=(*row.prompt, *shortened))
+            return replace(row, prompt=row.prompt + "".join(message["content"] for message in shortened)), longer
+        return replace(row, prompt=(*row.prompt, *shortened)), longer
 
     def prompt(self, row: PromptRow) -> list[int]:
         """A row's prompt."""
@@ -87,18 +97,21 @@ class Chat:
         else:
             turn = {"role": "assistant", "content": ANSWERED}
             text = self._rendered([ASKED, turn, *said]).removeprefix(self._rendered([ASKED]) + ANSWERED)
-        tokens = self.tokenizer.encode(text)
+        before, tokens = self.tokenizer.encode(BEFORE), self.tokenizer.encode(BEFORE + text)
+        tokens = tokens[len(before) :] if tokens[: len(before)] == before else self.tokenizer.encode(text)
         return tokens[1:] if ended and tokens and tokens[0] in self.tokenizer.eos_ids else tokens
 
     def cut(self, said: Messages) -> tuple[Messages, int]:
         """Messages of at most environment.max_observation_length tokens each, and how many were longer."""
-        limit, side, found, longer = self.settings.max_observation_length, self.settings.observation_truncation, [], 0
+        limit, found, longer = self.settings.max_observation_length, [], 0
+        head = {"left": 0, "right": limit, "middle": limit // 2}[self.settings.observation_truncation]
         for message in said:
             tokens = self.tokenizer.encode(message["content"])
             if len(tokens) > limit:
                 longer += 1
-                side = self.settings.observation_truncation
-                message = {**message, "content": self.tokenizer.decode(truncate(tokens, limit, side))}
+                kept = truncate(tokens, head, "right"), truncate(tokens, limit - head, "left")
+                text = "".join(self.tokenizer.decode(part, skip_special_tokens=False) for part in kept)
+                message = {**message, "content": text.replace(BROKEN, "")}
             found.append(message)
         return found, longer
 
@@ -109,5 +122,5 @@ class Chat:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         arguments = json.loads(self.data.chat_template_kwargs) | ({"tools": list(self.tools)} if self.tools else {})
-        chat = Conversation(messages, self.tokenizer.special_tokens, arguments)
+        chat = Conversation(messages, self.tokenizer.special_tokens, {**arguments, **self.arguments})
         return render(self.tokenizer.chat_template or "", [chat])[0]

@@ -152,8 +152,13 @@ def read_episodes(
         return config, read_problems(config, tokenizer, training=training)
     config = dataclasses.replace(config, reward=environments.without_function(config))
     problems = read_problems(config, tokenizer, training=training, environments=environments.pool.descriptions)
+    checked = set()
     for rows, _ in problems.by_function():
         for row in rows:
+            own = {name: value for name, value in row.template_kwargs.items() if name != "tools"}
+            if own and (of := row.task, json.dumps(own, sort_keys=True)) not in checked:
+                checked.add(of)
+                environments.chats[row.task].of(row).check()
             if row.task not in environments.speaks_first:
                 first, *_ = replies = try_on(environments.pool, row, config.seed)
                 said = [dataclasses.asdict(reply) for reply in replies]

@@ -57,7 +57,8 @@ class Episodes:
         self._of, self._verification, self.check = environments, verification, environments.check
         num_samples = verification.num_samples
         self._numbers: list[int] = np.repeat(numbers, num_samples).tolist()  # of each row's prompt: its group
-        self._chats = [environments.chats[row.task] for row in rows for _ in range(num_samples)]
+        chats = [environments.chats[row.task].of(row) for row in rows]
+        self._chats = [chat for chat in chats for _ in range(num_samples)]
         count, self._longest = len(self._numbers), environments.data.max_response_length
         self._limits = [self._longest] * count if limits is None else limits.tolist()
         self._plays: list[Play | None] = [None] * count  # None = another process has it
@@ -70,9 +71,12 @@ class Episodes:
         self._given = [0] * count  # tokens of the environment
         turns = [answered_turns(begun, row) for row in range(count)]
         [replies] = exchanged([self._begun(rows, turns, held_out)], self.check)
-        opened = zip(self._chats[::num_samples], rows, self._first(replies)[::num_samples], strict=True)
+        opened = zip(chats, rows, self._first(replies)[::num_samples], strict=True)
+        opened = [chat.opened(row, first.messages) for chat, row, first in opened]
+        if begun is None:
+            environments.counts["cut"] += num_samples * sum(cut for _, cut in opened)
         # Rows as they are asked: with what the environment says first.
-        self.rows = verification.rows = [chat.opened(row, first.messages) for chat, row, first in opened]
+        self.rows = verification.rows = [row for row, _ in opened]
         self.prompts = [self._prompt(*one) for one in zip(rows, tokens, self.rows, strict=True)]
         if begun is not None:
             for row in range(count):

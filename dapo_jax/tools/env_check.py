@@ -100,7 +100,7 @@ def played(settings: EnvironmentConfig, model: str, row: PromptRow, seed: int) -
         (row,) = told([row], pool.descriptions)
         try:
             play, first = pool.begin(seed, columns_of(row))
-            lines += shown("prompt", chat.prompt(chat.opened(row, first.result().messages)), tokenizer)
+            lines += shown("prompt", chat.prompt(chat.opened(row, first.result().messages)[0]), tokenizer)
             for turn in range(settings.max_turns):
                 calls = bool(tools) and turn < settings.max_turns - 1
                 text = _call(random_text, tools, tool_format) if calls else _words(random_text)
