@@ -10,6 +10,7 @@ from typing import Any
 from dapo_jax.config.places import copy_of, is_address
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
+from dapo_jax.data.prompt_files import arrow_records
 from dapo_jax.data.row_schema import plain
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.recipe import read_config
@@ -61,7 +62,9 @@ def rows_file(workdir: str, name: str, rows: Rows) -> str:
 
 def _dicts(name: str, rows: Any) -> Iterable[Any]:
     """The rows of a table, each as a dict, by whatever method its library has for that."""
-    for method in ("to_pylist", "to_dicts"):  # pyarrow, polars
+    if hasattr(rows, "to_batches"):  # pyarrow
+        return arrow_records(rows)
+    for method in ("to_pylist", "to_dicts"):  # others of pyarrow, polars
         if hasattr(rows, method):
             return getattr(rows, method)()
     if hasattr(rows, "iterrows"):  # pandas, where NaN stands for what is missing

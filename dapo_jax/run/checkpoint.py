@@ -283,7 +283,8 @@ class _BestMeasured(BestN):
     """The best of those that have been measured, and no others in their place."""
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        measured = [one for one in checkpoints if one.metrics and self.get_metric_fn(one.metrics)[0] > -math.inf]
+        quality: Any = self.get_metric_fn
+        measured = [one for one in checkpoints if one.metrics and quality(one.metrics)[0] > -math.inf]
         best = super().should_preserve(measured, context=context)
         kept = {one.step for one, is_best in zip(measured, best, strict=True) if is_best}
         return [one.step in kept for one in checkpoints]

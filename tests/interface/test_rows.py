@@ -1,6 +1,7 @@
 """Rows of a program as the data of a run."""
 
 import json
+from pathlib import Path
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -24,6 +25,11 @@ def test_rows_of_any_library_become_the_same_file(rows, tmp_path):
     path = rows_file(str(tmp_path), "data", rows)
     assert [json.loads(line) for line in open(path)] == ROWS and path == str(tmp_path / "rows" / "data.jsonl")
     assert rows_file(str(tmp_path), "data", path) == path
+
+
+def test_short_floats_of_a_table_read_as_they_were_written(tmp_path):
+    path = rows_file(str(tmp_path), "data", pa.table({"q": ["a"], "a": pa.array([0.1], pa.float32())}))
+    assert json.loads(Path(path).read_text()) == {"q": "a", "a": 0.1}
 
 
 def test_what_is_no_row_is_refused(tmp_path):
