@@ -161,6 +161,17 @@ def test_a_checkpoint_measures_as_its_run_did(whole, tmp_path):
 
 
 @pytest.mark.slow
+def test_adapters_in_bfloat16_measure_as_their_run_did(tmp_path):
+    """They were added to the base in float32, and then rounded."""
+    lora = {"model.dtype": "bfloat16", "model.lora.rank": 2, "actor.optim.lr": 0.05}
+    config = small_config(tmp_path / "run", **lora, **{"trainer.total_training_steps": 2, "evaluate.n": 64})
+    train(config)
+    measured = with_values(config, {"model.path": config.workdir, "model.lora.rank": 0})
+    [result] = bench(without_switched_off(config, measured, ()), tmp_path / "out")
+    assert without_time(result) == as_bench(read_metrics(config.workdir)[-1])
+
+
+@pytest.mark.slow
 def test_the_checkpoints_measure_as_the_run_did(trained, tmp_path):
     results = bench(trained, tmp_path / "out", all_steps=True)
     rows = read_metrics(trained.workdir)[1:]

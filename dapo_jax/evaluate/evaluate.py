@@ -149,14 +149,15 @@ def _opened(
     check_weights(arch, mesh)
     check_stops(config.environment, config.rollout, arch, mesh)
     report_devices(device_notes(config, mesh), config.mesh, mesh)
-    decode_weights = build_decode_weights(arch, compute_dtype(config.model, mesh), mesh)
+    dtype = compute_dtype(config.model, mesh)
+    decode_weights = build_decode_weights(arch, dtype, mesh)
 
     monitor, shown = Monitor.silent(), shows_progress(config.trainer, config.monitor)
     settings = engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh)
 
     def load(trained: Trained | None) -> Any:
         if trained is not None:
-            return load_trained(trained, arch, mesh).params
+            return load_trained(trained, arch, mesh, dtype).params
         return load_policy(config.model.path, arch, mesh, seed=config.seed, shown=shown).params
 
     with (

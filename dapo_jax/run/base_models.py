@@ -26,7 +26,15 @@ from dapo_jax.models.hf_architecture import context_length, read_architecture
 from dapo_jax.models.identity import WEIGHTS, Identity, differences, identity
 from dapo_jax.models.load import load_params
 from dapo_jax.models.lora import ALL_LINEAR, Lora, adapter_table, merged, present_targets
-from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
+from dapo_jax.models.weights import (
+    Weight,
+    cast_matrices,
+    count_params,
+    init_params,
+    unflatten,
+    weight_shardings,
+    weight_table,
+)
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.parallel.checksums import digest
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
@@ -267,18 +275,22 @@ def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> tuple[di
     return params, saved
 
 
-def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> Loaded:
-    """The float32 parameters of a run's policy, with its adapters merged, sharded for training."""
-    return with_base(trained.config, arch, mesh, *trained_params(trained, arch, mesh))
+def load_trained(trained: Trained, arch: Architecture, mesh: Mesh, dtype: Any = "float32") -> Loaded:
+    """The float32 parameters of a run's policy, sharded for training; with adapters, merged into matrices of `dtype`.
+
+    A run samples from those in the dtype of its matrix products.
+    """
+    return with_base(trained.config, arch, mesh, *trained_params(trained, arch, mesh), dtype=dtype)
 
 
 def with_base(
-    config: Config, arch: Architecture, mesh: Mesh, params: dict[str, Any], saved: Identity | None = None
+    config: Config, arch: Architecture, mesh: Mesh, params: dict, saved: Identity | None = None, dtype: Any = "float32"
 ) -> Loaded:
     """The whole policy of what a run has trained: `params`, or the model of model.path with these adapters merged in.
 
     Args:
         saved: the policy's identity in the checkpoint of `params`; None if they come from no checkpoint.
+        dtype: see `load_trained`.
 
     Raises:
         InputError: the files of model.path are not those that the adapters were trained on.
@@ -289,7 +301,7 @@ def with_base(
     base = load_policy(path, arch, mesh, seed=config.seed, shown=shows_progress(config.trainer, config.monitor))
     _check_policy(config.workdir, path, saved or {}, {WEIGHTS: base.digest})
     together = hashlib.sha256(f"{base.digest} {own} {lora.alpha}".encode()).hexdigest()
-    return Loaded(merged(base.params, params, lora), together)
+    return Loaded(merged(cast_matrices(base.params, arch, dtype), params, lora), together)
 
 
 def _check_policy(workdir: str, path: str, saved: Identity, found: Identity) -> None:
