@@ -172,6 +172,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "download the model first"
         )
     settings = tokenizer_files.read_settings(path)
+    if settings.get("split_special_tokens"):
+        raise InputError(
+            f"{path}: split_special_tokens of tokenizer_config.json is not supported, since it makes special tokens "
+            "of chat templates text like any other: set it to false"
+        )
     backend = tokenizer_files.read_backend(path, settings)
     special_tokens = tokenizer_files.special_tokens(settings)
     eos_ids = tokenizer_files.end_ids(path, backend, special_tokens.get("eos_token"))

@@ -83,6 +83,14 @@ def test_encoding_adds_no_special_token_but_knows_those_in_the_text(tmp_path):
     assert tokenizer.decode(np.array(ids, np.int32), skip_special_tokens=False) == "a<end>b"
 
 
+def test_a_tokenizer_that_reads_special_tokens_as_text_is_refused(tmp_path):
+    write_directory(tmp_path, tokenizer_config=SETTINGS | {"split_special_tokens": True})
+    with pytest.raises(ValueError, match="split_special_tokens of tokenizer_config.json is not supported"):
+        load_tokenizer(tmp_path)
+    write_directory(tmp_path, tokenizer_config=SETTINGS | {"split_special_tokens": False})
+    assert load_tokenizer(tmp_path).encode("<end>") == [257]
+
+
 def test_messages_go_through_the_template_up_to_the_answer(tokenizer):
     ids = encode(tokenizer, USER)
     assert ids[0] == 256 and ids.count(256) == 1 and ids.count(257) == 1
