@@ -71,6 +71,7 @@ SCALINGS: dict[str, type[RopeScaling]] = {  # by Hugging Face's rope_type
     "llama3": Llama3RopeScaling,
     "yarn": YarnRopeScaling,
 }
+ORDERED = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}  # the lesser first
 
 
 def hf_scaling(scaling: RopeScaling, written: Collection[str] = ()) -> dict[str, Any]:
@@ -139,6 +140,10 @@ def rope_problems(rope: Mapping[str, Any], max_position_embeddings: Any, *, part
             problems.append(f"{field.name}={value!r} of its rope scaling: must be a positive number")
     if name == "yarn" and given["original_max_position_embeddings"] is None:
         problems.append("no original_max_position_embeddings for its yarn rope scaling")
+    if name in ORDERED and not problems:
+        low, high = ((key, given.get(key) or getattr(SCALINGS[name], key)) for key in ORDERED[name])
+        if low[1] >= high[1]:
+            problems.append(f"{low[0]}={low[1]} of its rope scaling: must be below {high[0]}={high[1]}")
     return problems
 
 
