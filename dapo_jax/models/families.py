@@ -104,6 +104,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         },
         biases=("attention_bias",),
         partial_rotary=True,
+        rotary_share=0.5,
         experts={"scores": "sigmoid", "biased": True},
     ),
     "qwen3_5_text": Family(

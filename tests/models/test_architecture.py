@@ -7,6 +7,7 @@ import pytest
 from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
 from dapo_jax.models.rope_scaling import YarnRopeScaling
+from dapo_jax.models.write_safetensors import with_weights
 
 DATA = Path(__file__).parent / "data"
 LLAMA = {
@@ -60,6 +61,13 @@ def test_a_sequence_classification_model_differs_by_its_scalar_head_alone(family
 
 def of_family(name, **changes):
     return architecture_from_hf(LLAMA | {"num_hidden_layers": 7, "architectures": [f"{name}ForCausalLM"]} | changes)
+
+
+def test_half_of_a_head_of_glm_carries_positions_unless_its_config_says_otherwise():
+    config = LLAMA | {"architectures": ["Glm4MoeForCausalLM"]}
+    assert architecture_from_hf(config).rotary_size == 6  # of 12
+    whole = architecture_from_hf(config | {"partial_rotary_factor": 1.0})
+    assert whole.rotary_size == 0 and architecture_from_hf(with_weights(config, whole, "float32")) == whole
 
 
 @pytest.mark.parametrize(
