@@ -170,7 +170,7 @@ def test_a_directorys_own_files_are_kept_but_for_what_no_longer_holds_in_config_
     source = hf_directory(tmp_path / "model", "qwen3_qknorm")
     (source / "special_tokens_map.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"old weights")
-    stale = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoModel": "own.Model"}}
+    stale = {"quantization_config": None, "auto_map": {"AutoModel": "own.Model"}}
     hf = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(hf | stale))
     config = small_config(tmp_path / "run", **{"model.path": str(source)}, **NO_DATA)

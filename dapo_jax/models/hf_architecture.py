@@ -97,7 +97,8 @@ def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     if family is None or not isinstance(text, dict):
         return hf
     above = {key: hf[key] for key in OF_TEXT if key in hf}
-    return {**above, **text, "architectures": [family.architecture_name(False)]}
+    quantized = {key: hf[key] for key in ("quantization_config",) if hf.get(key) is not None}
+    return {**above, **text, **quantized, "architectures": [family.architecture_name(False)]}
 
 
 def context_length(directory: str | Path) -> int | None:
@@ -324,10 +325,10 @@ def _unsupported(hf: dict[str, Any], family: Family) -> list[str]:
         problems.append("use_bidirectional_attention=true or is_causal=false: only causal attention is supported")
     if hf.get("per_layer_config"):
         problems.append("per_layer_config: layers with sizes of their own are not supported")
-    method = (hf.get("quantization_config") or {}).get("quant_method")
-    if family.quantization and method not in (None, family.quantization):
-        only = f"only {family.quantization!r} is read in this family"
-        problems.append(f"quantization_config.quant_method={method!r}: {only}")
+    quantized = hf.get("quantization_config")
+    if quantized is not None and (method := quantized.get("quant_method")) != family.quantization:
+        only = f"only {family.quantization!r} is" if family.quantization else "quantized weights are not"
+        problems.append(f"quantization_config.quant_method={method!r}: {only} read in this family")
     problems += _unsupported_layers(hf, family)
     return problems
 

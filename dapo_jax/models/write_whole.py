@@ -33,12 +33,6 @@ def check_whole(source: Path, arch: Architecture, path: str) -> None:
     """Raises InputError unless the directory `source` of model.path=`path` has parts that can be kept."""
     if not takes_images(source):
         raise InputError(f"--keep-vision: {path} has no part for images: leave it out")
-    raw = read_object(source / "config.json")
-    if any("quantization_config" in part for part in (raw, raw["text_config"])):
-        raise InputError(
-            f"--keep-vision: config.json of {path} has quantization_config, which does not hold for the trained text "
-            "part: leave it out, or train the model that is not quantized"
-        )
     stored_places(source, arch)
 
 

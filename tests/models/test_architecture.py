@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.models.families import FAMILIES
-from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
+from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture, text_part
 from dapo_jax.models.rope_scaling import YarnRopeScaling
 from dapo_jax.models.write_safetensors import with_weights
 
@@ -43,7 +43,7 @@ def test_absent_and_null_settings_take_the_defaults():
 )
 def test_what_is_not_supported_is_an_error(change, message):
     with pytest.raises(ValueError, match=message):
-        architecture_from_hf(LLAMA | change)
+        architecture_from_hf(text_part(LLAMA | change))
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
