@@ -36,10 +36,11 @@ TYPES = {  # rule: its test, and the keys besides the sizes for which it holds w
     ),
     "a number from 0": (
         lambda value: value == 0 or is_positive_number(value),
-        (
-            *("initializer_range", "max_window_layers", "routed_scaling_factor"),
-            *("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"),
-        ),
+        ("initializer_range", "max_window_layers", "routed_scaling_factor"),
+    ),
+    "an integer from 0": (
+        lambda value: type(value) is int and (value == 0 or is_size(value)),
+        ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"),
     ),
     "an object": (
         lambda value: isinstance(value, dict),
@@ -47,7 +48,7 @@ TYPES = {  # rule: its test, and the keys besides the sizes for which it holds w
     ),
     "a list": (
         lambda value: isinstance(value, list),
-        ("architectures", "layer_types", "no_rope_layers", "mlp_only_layers"),
+        ("layer_types", "no_rope_layers", "mlp_only_layers"),
     ),
     "true or false": (
         lambda value: isinstance(value, bool),
@@ -57,8 +58,12 @@ TYPES = {  # rule: its test, and the keys besides the sizes for which it holds w
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name -> ours
 # keys that only some families read: those with the key in their biases or defaults
 OF_SOME = "attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
-# keys that a family whose defaults have them cannot do without
-OF_EXPERTS = "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "first_k_dense_replace"
+# keys that only families read whose defaults have them, and that these cannot do without
+OF_EXPERTS = (
+    *("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "first_k_dense_replace", "n_group"),
+    *("n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size", "routed_scaling_factor", "topk_group"),
+    *("norm_topk_prob", "swiglu_limit", "swiglu_alpha", "use_qk_norm"),
+)
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 MAX_LAYERS = 10_000
 OF_TEXT = "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"  # may be above
@@ -118,15 +123,14 @@ def model_directory(path: str | Path) -> Path:
 
 def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     """Translates a Hugging Face config, in the spelling before or after transformers 5."""
-    mistyped = _mistyped(hf)
-    if mistyped:
-        raise InputError("; ".join(mistyped))
     known = {
         family.architecture_name(scalar_head): name
         for name, family in FAMILIES.items()
         for scalar_head in (False, True)
     }
     names = hf.get("architectures") or []
+    if not isinstance(names, list):
+        raise InputError(f"architectures={names!r} must be a list")
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
         nested = sorted(family.nested_name for family in FAMILIES.values() if family.nested_name)
         raise InputError(
@@ -136,7 +140,11 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     name = known[names[0]]
     family = FAMILIES[name]
     scalar_head = names[0] == family.architecture_name(True)
-    hf = {**family.defaults, **hf}
+    others = {*OF_EXPERTS, "mlp_only_layers"} - family.defaults.keys()
+    hf = {**family.defaults, **{key: value for key, value in hf.items() if key not in others}}
+    mistyped = _mistyped(hf)
+    if mistyped:
+        raise InputError("; ".join(mistyped))
     rope, local, problems = _rope(hf, family)
     length = hf.get("max_position_embeddings")
     problems += _unsupported(hf, family) + rope_problems(rope, length, partial=family.partial_rotary)
@@ -286,11 +294,15 @@ def _windowed(hf: dict[str, Any], family: Family) -> list[bool]:
     return [(i + 1) % every != 0 for i in range(count)]
 
 
+def _num_experts(hf: dict[str, Any]) -> Any:
+    return hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts")
+
+
 def _experts(hf: dict[str, Any], fixed: Mapping[str, Any]) -> Experts:
     size = hf.get("moe_intermediate_size") or hf["intermediate_size"]
     fixed = {"normalized": bool(hf.get("norm_topk_prob")), **fixed}
     return Experts(
-        number=hf.get("n_routed_experts") or hf.get("num_local_experts") or hf["num_experts"],
+        number=_num_experts(hf),
         per_token=hf["num_experts_per_tok"],
         intermediate_size=size,
         scale=float(hf.get("routed_scaling_factor", 1.0)),
@@ -350,8 +362,10 @@ def _unsupported_layers(hf: dict[str, Any], family: Family) -> list[str]:
         )
     if not all(is_size(one) or one == 0 for one in hf.get("mlp_only_layers") or []):
         problems.append(f"mlp_only_layers={hf['mlp_only_layers']}: must be numbers of layers")
-    needed = [name for name in OF_EXPERTS if name in family.defaults]
-    problems += [f"no {name}" for name in needed if hf.get(name) is None]
+    missing = [name for name in OF_EXPERTS if name in family.defaults and hf.get(name) is None]
+    if family.experts is not None and "n_routed_experts" not in missing and _num_experts(hf) is None:
+        missing.append("num_experts")
+    problems += [f"no {name}" for name in missing]
     if any(hf.get(name, 1) != 1 for name in ("n_group", "topk_group")):
         problems.append(f"n_group={hf.get('n_group')}, topk_group={hf.get('topk_group')}: only 1 is supported")
     return problems

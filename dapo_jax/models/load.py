@@ -110,7 +110,7 @@ def _opened(directory: Path, arch: Architecture) -> Iterator[dict[str, Any]]:
     """The weights of `arch` in the files of a directory, by name, checked."""
     raw = read_if_there(directory / "config.json")
     hf = text_part(raw)
-    takes_images, after = hf is not raw, hf.get("num_nextn_predict_layers", 0)
+    takes_images, after = hf is not raw, hf.get("num_nextn_predict_layers") or 0
     without = dict.fromkeys(VISION, "images") if takes_images else {}
     without |= {f"model.layers.{arch.num_layers + i}.": AFTER_NEXT for i in range(after)}
     without |= {"mtp.": AFTER_NEXT} if arch.delta else {}

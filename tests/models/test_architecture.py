@@ -63,6 +63,22 @@ def of_family(name, **changes):
     return architecture_from_hf(LLAMA | {"num_hidden_layers": 7, "architectures": [f"{name}ForCausalLM"]} | changes)
 
 
+OTHERS = {  # keys that families with experts read, and values that change what these describe
+    **{"n_shared_experts": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
+    **{"shared_expert_intermediate_size": 0, "swiglu_limit": None, "swiglu_alpha": None, "n_routed_experts": 64},
+    **{"decoder_sparse_step": 2, "mlp_only_layers": [0], "moe_intermediate_size": 8, "use_qk_norm": True},
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe", "Qwen3_5Moe", "GptOss", "Glm4Moe"])
+def test_keys_of_experts_of_other_families_change_nothing(name):
+    """As in transformers; Qwen3-Coder-30B-A3B has shared_expert_intermediate_size: 0."""
+    own = next(family.defaults for family in FAMILIES.values() if family.hf_name == name)
+    others = {key: value for key, value in OTHERS.items() if key not in own}
+    assert of_family(name, **others) == of_family(name, **dict.fromkeys(others)) == of_family(name)
+
+
 def test_half_of_a_head_of_glm_carries_positions_unless_its_config_says_otherwise():
     config = LLAMA | {"architectures": ["Glm4MoeForCausalLM"]}
     assert architecture_from_hf(config).rotary_size == 6  # of 12
