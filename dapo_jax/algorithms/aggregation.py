@@ -51,9 +51,8 @@ def token_weights(
     if mode == "seq-mean-token-sum-norm":
         return per_sequence / scale_factor
     if mode == "group-token-mean":
-        rows = mask.shape[0]
-        _, segments = jnp.unique(group_ids, return_inverse=True, size=rows)
-        group_tokens = segment_sum(lengths, segments, rows)
+        segments = jnp.argmax(group_ids[:, None] == group_ids, axis=1)  # the first row of the group
+        group_tokens = segment_sum(lengths, segments, mask.shape[0])
         num_groups = jnp.sum(group_tokens > 0)
         return mask / jnp.maximum(group_tokens, 1)[segments][:, None] / jnp.maximum(num_groups, 1)
     raise InputError(f"loss_agg_mode={mode!r} must be one of {', '.join(MODES)}")
