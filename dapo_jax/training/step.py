@@ -170,7 +170,7 @@ def train_on(
     learner, recompute = run.learner, recomputes(run.config, progress)
     further, greedy = estimator_inputs(run, experience, models, lowest)  # for some estimators: hints, greedy responses
     batch, metrics = make_batch(learner, experience, models, recompute=recompute, kl_coef=progress.kl_coef, **further)
-    metrics[GREEDY] = greedy
+    metrics |= {GREEDY: greedy} if greedy else {}
     run.observe(batch)
     rates = learning_rates(learner.batching.trained, run.config.trainer, step)
     models, wait = update(learner, models, batch, rates)
