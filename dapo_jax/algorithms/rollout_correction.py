@@ -207,8 +207,8 @@ def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask:
         "rollout_ppl": _mean(jnp.exp(rollout), real),
         "log_ppl_diff": _mean(excess, real),
         "log_ppl_abs_diff": _mean(jnp.abs(excess), real),
-        "log_ppl_diff_max": jnp.max(jnp.where(real, excess, -jnp.inf)),
-        "log_ppl_diff_min": jnp.min(jnp.where(real, excess, jnp.inf)),
+        "log_ppl_diff_max": _max(excess, real),
+        "log_ppl_diff_min": -_max(-excess, real),
         "ppl_ratio": _mean(jnp.exp(excess), real),
         "chi2_token": _mean(jnp.exp(2 * jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)), mask) - 1,
         "chi2_seq": _mean(jnp.exp(2 * sequence), real) - 1,
@@ -271,7 +271,8 @@ def _deviation(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _max(values: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.max(values, where=mask, initial=-jnp.inf)
+    """0 of nothing, as `_mean` is: a filter may have left no token to judge."""
+    return jnp.where(jnp.any(mask), jnp.max(values, where=mask, initial=-jnp.inf), 0.0)
 
 
 def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:

@@ -207,3 +207,14 @@ def test_policies_that_are_far_apart_have_finite_metrics():
     _, rejecting = rejection_mask(ROLLOUT, far, MASK, criteria=(("token_k3", Band(None, 1.0)),))
     chi2 = mismatch_metrics(ROLLOUT, far, MASK)["chi2_token"]
     assert np.isfinite([*weighed.values(), *rejecting.values(), chi2]).all()
+
+
+def test_where_no_token_is_left_to_judge_all_is_finite():
+    """Overlong filtering may leave none."""
+    arrays = ROLLOUT, ROLLOUT, jnp.zeros_like(MASK)
+    found = [mismatch_metrics(*arrays), probability_metrics(*arrays)]
+    found.append(rejection_mask(*arrays, criteria=tuple((name, Band(None, 2.0)) for name in CRITERIA))[1])
+    for kind in ("token", "sequence"):
+        options = {"rollout_is": kind, "threshold": Band(0.5, 2.0), "batch_normalize": True}
+        found.append(importance_weights(*arrays, **options)[1])
+    assert [name for metrics in found for name, value in metrics.items() if not np.isfinite(value)] == []
