@@ -57,7 +57,7 @@ class PromptRow:
 
 def truth_text(truth: Any) -> str:
     """A ground truth as text: itself, or its JSON; empty if there is none."""
-    return truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth)
+    return truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, default=str)
 
 
 def prompt_identity(prompt: tuple[dict, ...] | str, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:

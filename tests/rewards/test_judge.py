@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from decimal import Decimal
 
 import pytest
 from ends_within import ends_within
@@ -83,10 +84,12 @@ def test_the_request_has_model_prompt_and_what_extra_body_says(server, opened):
     assert "3 + 4?" in prompt and server.responses == ["seven"] and "from 0 (wrong or useless) to 10" in prompt
     opened(template="{response} {ground_truth}").submit(request("seven", truth={"b": [1, None]})).result()
     assert server.prompts[1] == 'seven {"b": [1, null]}'
+    opened(template="{response} {ground_truth}").submit(request("seven", truth=[Decimal("0.5")])).result()
+    assert server.prompts[2] == 'seven ["0.5"]', "what JSON has no form for is written as text"
     judge = opened(template="{response}|{ground_truth}|")
     judge.submit(request("seven", truth=None)).result()
     judge.try_on(replace(ROW, ground_truth=None))
-    assert server.prompts[2:] == ["seven||", "||"], "a row without a ground truth has an empty one"
+    assert server.prompts[3:] == ["seven||", "||"], "a row without a ground truth has an empty one"
 
 
 def test_a_response_is_inserted_as_it_is_and_cannot_change_its_verdict(server, opened):
