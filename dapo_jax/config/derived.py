@@ -89,7 +89,7 @@ def further_rewards(reward: RewardConfig, *, weighed: bool = False) -> dict[str,
     """The names and weights of the rewards of a response that are added to its verifier's score.
 
     Args:
-        weighed: of the numbers themselves, of which those for lengths hold their weight.
+        weighed: the weights of the numbers as they are: those for lengths already hold theirs, and get 1.
     """
     model, buffer, length = reward.model, reward.overlong_buffer, reward.length
     found = {"reward_model": model.weight} if model.path else {}

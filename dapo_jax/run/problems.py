@@ -87,7 +87,8 @@ def read_problems(
 ) -> Problems:
     """The tokenized problems to train on (none without `training`) and the task sets to evaluate on.
 
-    Without `training`, `config.seed` is that of the draws: a run is asked the problems that its own seed has held out.
+    Without `training`, `config.seed` is for the draws alone: a run at model.path is asked the generated problems that
+    it has held out, by its own seed.
 
     Args:
         environments: those that rows may name; None = responses are one turn.
