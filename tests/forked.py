@@ -64,6 +64,12 @@ def run_together(processes: Sequence[Process], at_import: Mapping[str, str] | No
         return [Ended(code, *texts) for code, texts in zip(json.loads(output), printed, strict=True)]
 
 
+def assert_succeeded(ends: Sequence[Ended]) -> None:
+    """Fails with the last that each process said; pytest would cut a list of them."""
+    told = "".join(f"\n--- process {number}: {one.errors[-3000:]}" for number, one in enumerate(ends))
+    assert [one.code for one in ends] == [0] * len(ends), told
+
+
 def options(values: Mapping[str, Any]) -> list[str]:
     """The command line of the small recipe with these options."""
     return ["--config", "tests/small_recipe.py", *(f"--config.{name}={value}" for name, value in values.items())]

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from environments.test_episodes import FILE, several
-from forked import COMMAND, Process, options, run_together, together
+from forked import COMMAND, Process, assert_succeeded, options, run_together, together
 from parallel.test_processes import ONE_STEP, assert_alike
 from ports import free_port
 from small_run import assert_same_checkpoint, rows_without_clock, saved
@@ -76,7 +76,7 @@ def test_two_processes_play_as_one_and_a_killed_run_resumes_to_the_bit(name, tmp
     processes = in_two(tmp_path / "two", **changes)
     *further, last = run_together([*processes, started(tmp_path / "killed", code=killed, **changes)])
     ended += further
-    assert [one.code for one in ended] == [0] * 3, [one.errors[-3000:] for one in ended]
+    assert_succeeded(ended)
     assert last.code == -signal.SIGKILL and after <= max(saved(tmp_path / "killed")) < steps, last.errors[-3000:]
     [last] = run_together([started(tmp_path / "killed", **{**changes, "environment.num_workers": 1})])
     assert last.code == 0, last.errors[-3000:]
@@ -94,6 +94,6 @@ def test_a_signal_to_one_process_stops_both_while_they_wait_for_a_tool(tmp_path)
     changes = {"trainer.total_training_steps": 3, "environment.arguments": json.dumps(arguments)}
     stopped = KILLED.format(checkpoint=str(tmp_path / "checkpoints" / "1"), signal=int(signal.SIGTERM))
     ends = run_together(in_two(tmp_path, codes=(TRAIN, stopped), **changes))
-    assert [one.code for one in ends] == [0, 0], [one.errors[-3000:] for one in ends]
+    assert_succeeded(ends)
     assert "stopped by a signal to another process after step" in ends[0].errors
     assert 1 <= max(saved(tmp_path)) < 3

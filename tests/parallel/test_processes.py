@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from forked import COMMAND, Process, options, run_together, together
+from forked import COMMAND, Process, assert_succeeded, options, run_together, together
 from ports import free_port
 from shapes import SMALL
 from small_families import changes_of, with_tokenizer
@@ -283,7 +283,7 @@ def started(workdir, *, number=2, devices=2, command="train", more=(), signals=N
 def trained(*arguments, also=(), **named) -> list[str]:
     """The output of each process of a command that succeeds; `also`: processes that run at the same time."""
     ends = run_together([*started(*arguments, **named), *also])
-    assert [one.code for one in ends] == [0] * len(ends), [one.errors[-3000:] for one in ends]
+    assert_succeeded(ends)
     return [one.output for one in ends]
 
 
@@ -441,7 +441,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, two):
     where = {**MESH, "trainer.save_freq": -1, "trainer.stop_patience_s": 600.0}
     code = SIGNALLED.format(step=2, signal=int(signal.SIGTERM))
     ends = run_together(started(tmp_path, signals={1: code}, **where))
-    assert [one.code for one in ends] == [0, 0], [one.errors[-2000:] for one in ends]
+    assert_succeeded(ends)
     assert "stopped by a signal to another process after step" in ends[0].errors
     (saved,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert 1 <= saved < 4
