@@ -127,6 +127,9 @@ def rope_problems(rope: Mapping[str, Any], max_position_embeddings: Any, *, part
     problems = [] if is_positive_number(theta) else [f"rope_theta={theta!r}: must be a positive number"]
     given = dict(rope)
     if name == "yarn":
+        for key in ("mscale", "mscale_all_dim"):
+            if (scale := rope.get(key)) and not is_positive_number(scale):
+                problems.append(f"{key}={scale!r} of its rope scaling: must be a positive number")
         given.setdefault("attention_factor", None)
         given.setdefault("original_max_position_embeddings", max_position_embeddings)
     for field in fields(SCALINGS[name]) if name in SCALINGS else ():
