@@ -38,7 +38,7 @@ def choosing_experts(batch: Batch) -> Batch:
 
 
 def router_metrics(steps: Sequence[RoutingCounts], experts_per_token: int, *, replayed: bool) -> dict[str, float]:
-    """The metrics of some optimizer steps, from sums over the real tokens of their bins.
+    """The metrics of some optimizer steps, from sums over their responses' tokens, but the last.
 
     The auxiliary loss is that of transformers, over all layers together: E times the sum over experts of the choices
     of the expert per token, times the mean of its probability. k experts of a token with equal loads give k. Nothing

@@ -72,7 +72,8 @@ def forward_bins(
         remat: as for `forward`.
 
     Returns:
-        The hidden states, and the counts of the real tokens, stacked over the layers with experts; None without.
+        The hidden states, and the counts of the responses' tokens, stacked over the layers with experts; None without.
+        A prompt's tokens are in as many bins as its responses, which depends on the mesh.
     """
     bins = on_all_devices(bins)
     rotations = rotary(constrain_rows(bins.positions), arch)
@@ -92,7 +93,7 @@ def forward_bins(
         mix: Any = recurred if kind.delta else attend
         x, _, routing = block(kind, x, _gathered(layer, arch), rotations, mix, arch)
         if routing is not None:  # summed here: the probabilities of all layers would fill the memory
-            routing = routing_counts(jax.lax.stop_gradient(routing), bins.trees > 0)
+            routing = routing_counts(jax.lax.stop_gradient(routing), bins.branches > 0)
         return constrain_residual(x), routing
 
     x, found = run_layers(step, constrain_residual(embed(params, bins.tokens, arch)), layers, arch, remat=remat)

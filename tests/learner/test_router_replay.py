@@ -166,8 +166,8 @@ def test_the_share_of_choices_that_training_would_not_have_made():
     experts = batch().experts.copy()
     experts[longest] = replaced(experts[longest])
     changed = dataclasses.replace(batch(), experts=experts)
-    sequences = np.repeat([len(prompt) for prompt in PROMPTS], SAMPLES) + batch().mask.sum(axis=1) - 1
-    share = len(experts[longest]) / (sequences.sum() * LAYERS * PER_TOKEN)
+    passed = np.sum(batch().mask.sum(axis=1) - 1)  # the last token of a response is not
+    share = len(experts[longest]) / (passed * LAYERS * PER_TOKEN)
     for mini in (32, 8):  # one optimizer step, and four
         _, metrics = update(changed, ROWS, mini=mini)
         assert metrics["router/replay_differs"] == pytest.approx(share, rel=1e-6)
@@ -177,16 +177,18 @@ def test_the_share_of_choices_that_training_would_not_have_made():
 
 @pytest.mark.slow
 def test_loads_are_those_of_the_choices_in_use():
-    """By rows, every sequence has its own prompt, and its last token is not passed over."""
+    """Of the responses, but their last tokens, which are not passed over, however prompts are shared."""
     loads = np.zeros((LAYERS, 6))
     for row in range(len(batch().mask)):
         chosen = chosen_by_forward(sequence(batch().responses, batch().mask, row))[:-1]
-        for layer, of_layer in enumerate(np.moveaxis(chosen, 1, 0)):
+        of_response = chosen[len(PROMPTS[row // SAMPLES]) :]
+        for layer, of_layer in enumerate(np.moveaxis(of_response, 1, 0)):
             loads[layer] += np.bincount(of_layer.ravel(), minlength=6)
     loads /= loads.mean(axis=1, keepdims=True)
-    _, metrics = update(batch(), ROWS)
-    assert metrics["router/max_load"] == pytest.approx(loads.max(), rel=1e-6)
-    assert metrics["router/min_load"] == pytest.approx(loads.min(), rel=1e-6)
+    for split in (ROWS, BINS):
+        _, metrics = update(batch(), split)
+        assert metrics["router/max_load"] == pytest.approx(loads.max(), rel=1e-6)
+        assert metrics["router/min_load"] == pytest.approx(loads.min(), rel=1e-6)
 
 
 def test_metrics_of_two_steps_are_those_of_their_sum():
