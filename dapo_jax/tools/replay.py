@@ -41,7 +41,7 @@ from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.parts import COMPILED, Run, open_run
 from dapo_jax.tools.replay_batch import from_kept_batch
-from dapo_jax.tools.replay_comparison import Replay
+from dapo_jax.tools.replay_comparison import Replay, comparable
 from dapo_jax.tools.replay_group import Group, UpdateWatch, check_group, group_table, groups_by_number
 from dapo_jax.tools.replay_plan import Plan, planned
 from dapo_jax.tools.report.report import report
@@ -202,7 +202,7 @@ class _Replaying:
             return [f"weights: step {self._step} has no checkpoint"]
         saved, stream = self._checkpoints.record(self._step)
         found = saved_arrays(state, self._run.problems.train_set)
-        compared.arrays("state", {**stream, "engine": {}}, {**found, "engine": {}})
+        compared.arrays("state", *map(comparable, (stream, found)))
         if compared.tolerance or not saved.arrays:
             return ["weights: their checksums say nothing about rounding"]
         models = {name: one for name, one in vars(state.models).items() if one is not None}

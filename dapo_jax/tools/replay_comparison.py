@@ -155,6 +155,16 @@ class Replay:
             self.same(part, name if place is None else f"{name}{list(place)}", *values)
 
 
+def comparable(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The `saved_arrays` of a state, without the engine's, and with the metrics of a batch that was sampled ahead."""
+    ahead = arrays.get("ahead")
+    if ahead is None:
+        return {**arrays, "engine": {}}
+    metrics, *counts = json.loads(np.asarray(ahead["numbers"]).tobytes())
+    metrics = {name: np.array(value) for name, value in metrics.items() if not name.startswith(NOT_COMPARED)}
+    return {**arrays, "engine": {}, "ahead": {**ahead, "numbers": {**metrics, "counts": np.array(counts)}}}
+
+
 def _part_of_score(name: str) -> str:
     return "rewards" if name in OWN_SCORES else "verdicts"
 

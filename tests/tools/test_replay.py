@@ -237,9 +237,10 @@ def test_a_batch_that_was_kept_is_compared_array_by_array_also_without_weights(t
 def test_a_judge_is_not_asked_again(tmp_path):
     with judge_server() as server:
         server.rule = lambda prompt: Answer(f"Score: {len(prompt) % 10}")
-        train(judged(server, tmp_path))
+        train(judged(server, tmp_path, **{"trainer.rollout_ahead": 1}))
         asked = len(server.asked)
-        assert dx.replay(tmp_path, 3).equal and len(server.asked) == asked > 8
+        found = dx.replay(tmp_path, 2)  # whose state has metrics of the judge: of the batch that was sampled ahead
+        assert found.equal and found.counts["state"] > 20 and len(server.asked) == asked > 8, str(found)
 
 
 @pytest.mark.slow
