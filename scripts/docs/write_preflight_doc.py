@@ -87,23 +87,13 @@ def page() -> str:
     shown = markdown_table([_longest(name, report) for name, report in found.items()])
     if expected := [_expected(name, report) for name, report in found.items() if "expected" in report]:
         shown += f"\n\nAt other lengths, clipped at the limit of the config:\n\n{markdown_table(expected)}"
-    if older := [name for name, report in found.items() if is_older(report)]:
-        line = f"Of an earlier version, whose engine decoded rows in waves that began together: {', '.join(older)}."
-        shown += f"\n\n{textwrap.fill(line, 120, break_on_hyphens=False)}"
     return MADE.sub(lambda match: f"{match[1]}\n{shown}\n\n{match[2]}", PAGE.read_text())
-
-
-def is_older(report: Mapping[str, Any]) -> bool:
-    """Whether an engine made it that decoded rows in waves."""
-    return "waves" in report["plan"]
 
 
 def results() -> str:
     """docs/results/preflight.md."""
     parts = [HEAD]
     for name, report in reports().items():
-        if is_older(report):
-            continue
         parts.append(f"## {name}: {_tokens(report)} tokens on {report['topology']}\n")
         lines = tables(report, realistic="calibration" in report).splitlines()
         parts.append("\n".join(line if line.startswith("|") else textwrap.fill(line, 120) for line in lines) + "\n")
