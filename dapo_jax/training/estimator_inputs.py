@@ -58,8 +58,9 @@ def greedy_rewards(
     verify = functools.partial(run.rewards.verify, prompts, num_samples=1)
     with jax.set_mesh(run.sampler.mesh):
         request = run.sampler.request(run.learner.networks.decode_weights(models.actor.params), 1, BASELINE, sampling)
-        numbers, row_of = experience.numbers.tolist(), run.problems.order.row
-        greedy = run.sampler.sample(request, prompts, numbers, verify, row_of)
+        numbers = experience.numbers.tolist()
+        row_of = dict(zip(numbers, experience.rows.tolist(), strict=True))  # a resume may have changed the order
+        greedy = run.sampler.sample(request, prompts, numbers, verify, row_of.__getitem__)
         if failure := total_failure([greedy.outcomes], "the most likely responses", run.config.reward.max_error_share):
             raise SharedFailure(failure)
         shaped = run.rewards.shape(with_lowest(greedy, lowest), prompts)

@@ -19,6 +19,7 @@ from dapo_jax.run import networks as run_module
 from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.parts import open_run
 from dapo_jax.run.progress import Progress, kl_coef_of, resumed_coefficient
+from dapo_jax.run.sampler import Sampler
 from dapo_jax.run.settings import learning_rates
 from dapo_jax.training import estimator_inputs as inputs_module
 from dapo_jax.training import loop as train_module
@@ -193,6 +194,15 @@ def less_likely(experience):
     logprobs = experience.logprobs.copy()
     logprobs[0, 0, 0] -= 1.0
     return dataclasses.replace(experience, logprobs=logprobs)
+
+
+@pytest.mark.slow
+def test_greedy_responses_are_to_the_prompts_of_the_groups_in_whatever_order_a_run_goes_on(accepted, monkeypatch):
+    """A checkpoint's groups, in a run that was resumed with another seed."""
+    found, sample = [], Sampler.sample
+    monkeypatch.setattr(Sampler, "sample", lambda *given: found.append(sample(*given)) or found[-1])
+    batch_with(accepted, **{"algorithm.adv_estimator": "remax", "seed": 5})
+    np.testing.assert_array_equal(found[0].rows, accepted[1].rows)
 
 
 @pytest.mark.slow
