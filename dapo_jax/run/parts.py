@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -32,7 +31,7 @@ from dapo_jax.monitor.watchdog import Watchdog
 from dapo_jax.parallel.compilation import compilation_shown, keep_compiled
 from dapo_jax.parallel.mesh import platform
 from dapo_jax.parallel.platforms import idle_gpus, unused_gpu
-from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
+from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.parallel.stopping import Pace, unpaced
 from dapo_jax.rewards.pipeline import RewardPipeline, open_verifiers
 from dapo_jax.rewards.response_format import check_prompt
@@ -265,14 +264,6 @@ def build_held_out(
         shows_progress=shown,
         stage=sampler.stage,
     )
-
-
-def check_processes(options: Mapping[str, Any], directory: str) -> None:
-    """Raises ValueError unless all processes have the same options, and all reach the `directory` of checkpoints."""
-    own = {"workdir", "trainer.process_id"}
-    common = {name: json.loads(json.dumps(value, default=str)) for name, value in options.items() if name not in own}
-    check_agreement(common | {"the directory of checkpoints": directory})
-    check_shared(directory)
 
 
 def report_devices(notes: Sequence[str], options: MeshConfig, mesh: Mesh) -> None:

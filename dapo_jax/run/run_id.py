@@ -1,17 +1,22 @@
-"""Host: which run a work directory and the checkpoints of it belong to."""
+"""Host: which run a work directory and its checkpoints belong to, and whether all processes are of one run."""
 
+import hashlib
 import json
 import os
 import uuid
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import jax
 from etils import epath
 
+from dapo_jax import __version__
 from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.own_functions import code_of
 from dapo_jax.config.places import is_address, place_of
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.recipe import read_config
-from dapo_jax.parallel.processes import gather, is_first
+from dapo_jax.parallel.processes import check_agreement, check_shared, gather, is_first
 from dapo_jax.run.checkpoint import saved_steps
 
 RUN_ID = "run_id"  # file of a work directory
@@ -108,3 +113,17 @@ def saved_by(directory: epath.PathLike, step: int) -> RunId:
         return RunId(str(record.get("run", "")), str(record.get("workdir", "")))
     except (OSError, ValueError, AttributeError, RecursionError):
         return RunId("", "")
+
+
+def check_processes(options: Mapping[str, Any], functions: Mapping[str, str], directory: str) -> None:
+    """Raises InputError unless all processes have the same options and code, and reach the `directory` of checkpoints.
+
+    Args:
+        functions: the names of functions of your own, by option.
+    """
+    own = {"workdir", "trainer.process_id"}
+    common = {name: json.loads(json.dumps(value, default=str)) for name, value in options.items() if name not in own}
+    common |= {f"the code of {key}": hashlib.sha256(code_of(name)).hexdigest()[:16] for key, name in functions.items()}
+    versions = f"{__version__}, {jax.__version__}"
+    check_agreement(common | {"the version of dapo_jax and jax": versions, "the directory of checkpoints": directory})
+    check_shared(directory)

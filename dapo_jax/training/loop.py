@@ -41,15 +41,15 @@ from dapo_jax.run.checkpoint import Checkpoints
 from dapo_jax.run.downloads import with_downloads
 from dapo_jax.run.held_out import evaluate, mean_accuracy
 from dapo_jax.run.other_runs import pinned, starting_point
-from dapo_jax.run.parts import Run, check_processes, open_run
+from dapo_jax.run.parts import Run, open_run
 from dapo_jax.run.problems import TaskSet
 from dapo_jax.run.progress import Progress, begun, check_finite, goodput, solved, solved_with, with_quality
-from dapo_jax.run.run_id import RUN_ID, find_run_id, write_run_id
+from dapo_jax.run.run_id import RUN_ID, check_processes, find_run_id, write_run_id
 from dapo_jax.training.metrics import utilisation
 from dapo_jax.training.sample_texts import held_out_texts
 from dapo_jax.training.state import RunState, first_state, restore_state, save_state
 from dapo_jax.training.step import sample_batch, train_step
-from dapo_jax.training.summary import open_records, results, summary
+from dapo_jax.training.summary import open_records, own_functions, results, summary
 
 logger = logging.getLogger("dapo_jax.train")  # the command's
 RERUN = "rerun the same command"
@@ -83,7 +83,7 @@ def _train(config: Config, workdir: Workdir, recipe: Recipe | None, on_step: OnS
     start, given = time.time(), config.workdir
     config = with_downloads(pinned(in_folder(config, workdir.folder)))
     directory = checkpoint_dir(config.workdir, config.trainer)
-    check_processes(flat(config), directory)
+    check_processes(flat(config), own_functions(config), directory)
     run_id = find_run_id(config.workdir, directory, given)  # before anything is cleaned up there
     checkpoints = Checkpoints(directory, config.trainer)
     with StopRequest() as stop:

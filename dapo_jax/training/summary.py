@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from dapo_jax.algorithms.named import ESTIMATOR, LOSS
-from dapo_jax.command.tasks import given_function
+from dapo_jax.command.tasks import given_function, held_out_options, parse_tasks
 from dapo_jax.config.derived import checkpoint_dir, environment_classes
 from dapo_jax.config.sections import Config, TrainerConfig
 from dapo_jax.monitor.console import Value
@@ -17,6 +17,20 @@ from dapo_jax.rewards.weighted import is_weighted, parse_parts
 from dapo_jax.run.held_out import mean_accuracy
 from dapo_jax.run.problems import TaskSet
 from dapo_jax.run.progress import Progress
+
+
+def own_functions(config: Config) -> dict[str, str]:
+    """The names of what may be code of your own, by option."""
+    functions = {LOSS: config.actor.policy_loss.loss_mode, ESTIMATOR: config.algorithm.adv_estimator}
+    if is_weighted(given := given_function(config.reward)):
+        functions |= {f"reward.functions.{part.name}": part.function for part in parse_parts(given)}
+    else:
+        functions["reward.function"] = given
+    tasks = parse_tasks(config.evaluate.tasks, held_out_options(config.data, config.evaluate, config.reward))
+    functions |= {f"evaluate.tasks.{index}": task.reward_function for index, task in enumerate(tasks)}
+    for name, path in environment_classes(config.environment.path).items():
+        functions["environment.path" + f".{name}" * bool(name)] = path
+    return functions | {f"environment.tools.{index}": tool for index, tool in enumerate(config.environment.tools)}
 
 
 def open_records(
@@ -37,15 +51,7 @@ def open_records(
         write_config(config.workdir, dataclasses.asdict(config))  # not earlier: only now can nothing refuse the run
         write_recipe(config.workdir, recipe)
         write_environment(config.workdir, total_steps)
-        functions = {LOSS: config.actor.policy_loss.loss_mode, ESTIMATOR: config.algorithm.adv_estimator}
-        if is_weighted(given := given_function(config.reward)):
-            functions |= {f"reward.functions.{part.name}": part.function for part in parse_parts(given)}
-        else:
-            functions["reward.function"] = given
-        for name, path in environment_classes(config.environment.path).items():
-            functions["environment.path" + f".{name}" * bool(name)] = path
-        functions |= {f"environment.tools.{index}": tool for index, tool in enumerate(config.environment.tools)}
-        keep_files(config.workdir, functions, done=progress.step if progress else 0)
+        keep_files(config.workdir, own_functions(config), done=progress.step if progress else 0)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
     return RunRecords(
         config.workdir,

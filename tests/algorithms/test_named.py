@@ -1,5 +1,6 @@
 """Losses and estimators of your own, by FILE.py:function."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -13,12 +14,16 @@ import dapo_jax as dx
 from dapo_jax.algorithms import named
 from dapo_jax.algorithms.policy_loss import vanilla
 from dapo_jax.command.option_uses import unread
+from dapo_jax.config.own_functions import code_of
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import freeze, with_values
+from dapo_jax.config.values import flat, freeze, with_values
 from dapo_jax.learner.trained_networks import needs_statistics, trained
 from dapo_jax.monitor.recipe import keep_files
+from dapo_jax.parallel import processes
+from dapo_jax.run import run_id
 from dapo_jax.run.settings import algorithm_settings
 from dapo_jax.training.loop import train
+from dapo_jax.training.summary import own_functions
 
 LOSS, ESTIMATOR = named.LOSS, named.ESTIMATOR
 CODE = """
@@ -127,6 +132,23 @@ def test_a_run_keeps_whole_paths_and_copies_and_names_what_has_changed(mine, tmp
     keep_files(config.workdir, {LOSS: mine("plain")}, done=2)
     assert f"{LOSS}={mine('plain')}: the file has changed since the run stopped, so steps from 3" in caplog.text
     assert copy.with_name(f"{LOSS}.until_step_2.py").read_text() == CODE
+
+
+def test_processes_that_have_other_code_are_refused(mine, tmp_path, monkeypatch):
+    tasks = {"own": {"files": ["own.jsonl"], "reward_function": mine("plain")}, "other": {"files": ["other.jsonl"]}}
+    changes = {LOSS: mine("plain"), "evaluate.tasks": json.dumps(tasks), "reward.function": "textwrap.dedent"}
+    config = freeze(dx.load_config("tiny", changes))
+    functions = own_functions(config)
+    assert functions["evaluate.tasks.0"] == mine("plain") and b"dedent" in code_of(functions["reward.function"])
+    assert [code_of(name) for name in ("grpo", "no.such.function", str(tmp_path / "gone.py:f"))] == [b""] * 3
+    of_processes = []  # each call is another process
+    monkeypatch.setattr(processes, "gather", lambda values: of_processes.append(values) or of_processes)
+    monkeypatch.setattr(run_id, "check_shared", lambda directory: None)
+    for _ in range(2):
+        run_id.check_processes(flat(config), functions, "checkpoints")
+    (tmp_path / "mine.py").write_text(CODE + "# changed")
+    with pytest.raises(dx.InputError, match=f"the code of {LOSS} must be the same in all processes"):
+        run_id.check_processes(flat(config), functions, "checkpoints")
 
 
 OWN = {"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 9}
