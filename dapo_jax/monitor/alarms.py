@@ -30,7 +30,7 @@ def raise_alarms(
     - entropy_collapse, entropy_explosion: actor/entropy against the first step's
     - kl_jump, kl_loss_jump: actor/ppo_kl (absolute) and actor/kl_loss against their running means
     - mismatch_growth: rollout_corr/k3_kl against its running mean
-    - all_uniform: in every evaluated group, all samples have the same score
+    - all_uniform: in every sampled group with two verdicts or more, all have the same `acc`
     - truncation: response_length/clip_ratio
     - reward_errors: share of samples whose verification failed
     - reward_workers: verifier processes died

@@ -67,7 +67,7 @@ class Console:
         mode: steps, detailed: a bar, a line per step and a table. quiet: only the table. json: no bar, each step's
             metrics as a JSON object on one line, and at the end {"summary": {name: value}}.
         constant: columns to leave out because they never change in this run: "kept" without a filter, "clip" with one
-            update per step, "turns" without an environment.
+            update per step of new samples, "turns" without an environment.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ _RESPONSES = (  # the ground truth in forms that reward functions often look for
     *('{{"answer": "{}"}}', "```python\nprint({})\n```", ""),
 )
 
-TRIAL_S = 10.0  # seconds for all of them
+TRIAL_S = 15.0  # seconds for all of them: more than the default of reward.timeout_s, so that what hangs has failed
 MAX_ASKED = 1000  # ground truths for math_verify, which takes milliseconds each; other verifiers check all of them
 MAX_REPORTED = 10
 MISSING = {"None", "nan", "NaN", "<NA>", "N/A", "n/a", "null"}  # as Python, pandas and people write no value
@@ -96,9 +96,9 @@ def try_function(row: PromptRow, name: str, verifiers: Verifiers) -> list[Verdic
                 f"{described(name)} returns no verdict on the trial response {text[:60]!r} for {row.origin} "
                 f"({error.removeprefix('ValueError: ')}): it must be {RULE}: a finite number for every response"
             )
-    if len(failed) == len(texts):
+    if failed and len(failed) == len(verdicts):
         raise InputError(
-            f"{described(name)} failed on all {len(texts)} trial responses for {row.origin}, on "
+            f"{described(name)} failed on all {len(failed)} trial responses for {row.origin}, on "
             f"{texts[0][:60]!r} with {failed[0][1]}: correct it, and make it return its lowest score for a response "
             "that it cannot read"
         )

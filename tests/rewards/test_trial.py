@@ -5,6 +5,7 @@ import re
 import pytest
 from ends_within import ends_within
 
+from dapo_jax.config.values import DEFAULTS
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.rewards import trial
 from dapo_jax.rewards.trial import try_function
@@ -88,6 +89,17 @@ def test_a_function_may_have_no_verdict_but_not_always(tried, caplog):
     assert re.search("failed on 1 of 8 trial responses.*None.*is left out of its group", caplog.text)
     with pytest.raises(ValueError, match="failed on all 8 trial responses .* returned None: no verdict"):
         tried("None")
+
+
+def test_a_function_that_takes_too_long_each_time_is_refused_though_not_all_are_tried(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text("import time\ndef score(text):\n    time.sleep(3600)\n")
+    name = f"{tmp_path}/slow.py:score"
+    with VerifierPool(name, num_workers=1, timeout_s=1) as pool:
+        first = trial._verdicts(ROW, ["34"], name, pool)
+        assert [verdict.error for verdict in first] and DEFAULTS["reward.timeout_s"] < trial.TRIAL_S
+        monkeypatch.setattr(trial, "_verdicts", lambda *_: first)  # then the trial's time is over
+        with pytest.raises(ValueError, match="failed on all 1 trial responses"):
+            try_function(ROW, name, pool)
 
 
 def test_a_slow_judge_is_not_waited_for(tried, monkeypatch):
