@@ -121,10 +121,11 @@ class Policy:
         settings = self.config.rollout
         n = settings.n if n is None else n
         temperature = settings.temperature if temperature is None else temperature
-        if n < 1 or temperature < 0 or (max_tokens is not None and max_tokens < 1):
+        longest = self.config.data.max_response_length
+        if n < 1 or temperature < 0 or (max_tokens is not None and not 1 <= max_tokens <= longest):
             raise InputError(
-                f"n={n} and max_tokens={max_tokens} must be at least 1, and temperature={temperature} at least 0: "
-                "correct them"
+                f"n={n} and max_tokens={max_tokens} must be at least 1, temperature={temperature} at least 0, and "
+                f"max_tokens at most data.max_response_length={longest}: correct them"
             )
         plays = environment is not None or tools is not None
         if plays and max_tokens is not None:
@@ -184,7 +185,11 @@ class Policy:
         return dataclasses.replace(groups, versions=np.full(len(groups), self.steps))
 
     def logprobs(self, samples: Samples) -> np.ndarray:
-        """[Q, G, R] float32 log-probabilities of the policy's tokens under it as it is now; 0 elsewhere."""
+        """[Q, G, R] float32 log-probabilities of the policy's tokens under it as it is now; 0 elsewhere.
+
+        They are those at config.rollout.temperature, at which the samples must have been drawn, or greedily if it is 1.
+        """
+        self._check_temperature(samples.temperature or 1.0, "log-probabilities are those")
         if not len(samples):
             return np.zeros(samples.logprobs.shape, np.float32)
         with jax.set_mesh(self._learner.mesh):
@@ -296,6 +301,13 @@ class Policy:
             )
         return tokens
 
+    def _check_temperature(self, temperature: float, what: str) -> None:
+        if temperature != self.config.rollout.temperature:
+            raise InputError(
+                f"the samples were drawn at temperature={temperature:g}, but {what} at "
+                f"rollout.temperature={self.config.rollout.temperature:g}: set that option, or give generate none"
+            )
+
     def _rewarded(self, samples: Samples, rewards: Any) -> Experience:
         """The groups with their rewards. InputError if they do not fit the config."""
         values, shape = np.asarray(rewards, np.float32), samples.finished.shape
@@ -304,11 +316,7 @@ class Policy:
             raise InputError(f"rewards have the shape {values.shape}, but the samples {shape}: give one per response")
         if not np.isfinite(values).all():
             raise InputError("rewards hold a number that is not finite: correct the reward")
-        if samples.temperature != self.config.rollout.temperature:
-            raise InputError(
-                f"the samples were drawn at temperature={samples.temperature:g}, but step learns from those at "
-                f"rollout.temperature={self.config.rollout.temperature:g}: set that option, or give generate none"
-            )
+        self._check_temperature(samples.temperature, "step learns from those")
         if shape[0] > most or shape[1] != n:
             raise InputError(
                 f"{shape[0]} groups of {shape[1]} responses do not fit data.train_batch_size={most} and rollout.n={n}: "

@@ -127,7 +127,10 @@ def test_what_does_not_fit_is_refused(policy):
         with pytest.raises(dx.InputError, match=message):
             comparing_groups(batching, (2, 4), np.zeros((2, 4)))
     assert policy.logprobs(samples.select([])).shape == (0, 4, 4)
-    for arguments in ({"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}):
+    with pytest.raises(dx.InputError, match="drawn at temperature=0.5, but log-probabilities are those at"):
+        policy.logprobs(policy.generate(SUMS[:1], temperature=0.5))
+    policy.logprobs(policy.generate(SUMS[:1], temperature=0.0))
+    for arguments in ({"n": 0}, {"max_tokens": 0}, {"max_tokens": 5}, {"temperature": -1.0}):
         with pytest.raises(dx.InputError, match="at least"):
             policy.generate(["1 + 2 ="], **arguments)
     for prompts in ("1 + 2 =", [], [{"role": "user", "content": "1 + 2 ="}]):
