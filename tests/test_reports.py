@@ -19,7 +19,12 @@ from dapo_jax.training import metrics as step_metrics
 from dapo_jax.training.metrics import forward_flops, memory_metrics, utilisation
 from dapo_jax.training.summary import summary
 
-ROW = {"perf/forward_tflop": 2.0, "timing_s/update_actor": 3.0, "timing_s/old_log_prob": 0.5}
+ROW = {
+    "perf/forward_tflop": 2.0,
+    "perf/total_num_tokens": 1e8,
+    "timing_s/update_actor": 3.0,
+    "timing_s/old_log_prob": 0.5,
+}
 
 
 def test_operations_of_a_forward_pass():
@@ -38,7 +43,7 @@ def utilised(kind: str, row: dict, *, ahead=False, **changes) -> dict:
     mesh: Any = SimpleNamespace(devices=np.array([device, device]), size=2)
     config = small_config("unused", **changes)
     estimator = named_estimator(config.algorithm.adv_estimator)
-    return utilisation(config.model, trained(config), mesh, row, estimator=estimator, ahead=ahead)
+    return utilisation(config.model, ARCH, trained(config), mesh, row, estimator=estimator, ahead=ahead)
 
 
 def test_utilisation_is_of_the_peak_of_all_training_devices():
@@ -51,7 +56,8 @@ def test_utilisation_is_of_the_peak_of_all_training_devices():
     row = ROW | {"actor/recomputed_logprobs": 1.0, "timing_s/update_critic": 1.0}
     found = utilised("TPU v5 lite", row, **{"algorithm.adv_estimator": "gae"})
     assert found["perf/mfu/actor_infer"] == pytest.approx(2e12 / (0.5 * 2 * 197e12))
-    assert found["perf/mfu/critic"] == pytest.approx(6e12 / (2 * 197e12))
+    head = 2 * ARCH.vocab_size * ARCH.hidden_size * 1e8  # which a critic has not
+    assert found["perf/mfu/critic"] == pytest.approx(3 * (2e12 - head) / (2 * 197e12))
     hinted = utilised("TPU v5 lite", row, **{"algorithm.adv_estimator": "cpo"})
     assert hinted["perf/mfu/actor_infer"] == 2 * found["perf/mfu/actor_infer"], "a pass with the reference solution too"
 

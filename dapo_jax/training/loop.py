@@ -273,7 +273,7 @@ def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) 
     """Writes a step's metrics to metrics.jsonl, the trackers and the console."""
     metrics |= run.monitor.timers.pop()
     batching, ahead = run.learner.batching, bool(run.config.trainer.rollout_ahead)
-    parts = run.config.model, batching.trained, batching.mesh, metrics
+    parts = run.config.model, run.arch, batching.trained, batching.mesh, metrics
     used = utilisation(*parts, estimator=named_estimator(batching.algorithm.adv_estimator), ahead=ahead)
     metrics |= time_metrics(metrics, ahead=ahead) | used
     records.write(step, metrics)
