@@ -50,7 +50,7 @@ class Samples:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """[Q, G, R] float32 log-probabilities of the policy's tokens when they were sampled, at `temperature`; 0 elsewhere."""
+        """[Q, G, R] float32 log-probabilities of the policy's tokens, sampled at `temperature`; 0 elsewhere."""
         return self.experience.logprobs
 
     @property

@@ -89,9 +89,9 @@ def train(
         reward: instead of the config's: a function of the response's text, which may also take the ground truth, or in
             another form of docs/rewards.md, and returns a number or a dict with "score"; or several
             by name with their weights, {"correct": (function, 1.0), "short": (other, 0.1)}, whose weighted sum is the
-            score, while the first alone gives `acc`; or a list of them. Functions run in worker processes, with limits of
-            time and memory: one that no module has, such as a lambda or one of a notebook, is sent there with what it
-            uses.
+            score, while the first alone gives `acc`; or a list of them. Functions run in worker processes, with limits
+            of time and memory: one that no module has, such as a lambda or one of a notebook, is sent there with what
+            it uses.
         environment: a class whose instances answer the policy's turns, or its name (docs/environments.md): with `reset`
             and `step`, or with `reset` and public methods that the policy calls as tools. Or several by the names that
             rows have in their column `environment`.

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.config.derived import gen_batch_size, plays_episodes, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.data.work import Work
@@ -163,9 +165,14 @@ class _Builder:
         """Log-probabilities and the optimizer steps of the policy, and of the critic if there is one."""
         config, statistics = self.config, self.actor.statistics
         recomputed = config.actor.old_logprob == "recompute" or needs_statistics(config.algorithm)
-        yield from self._forward("actor", "log-probabilities", statistics, self.params, times=float(recomputed))
+        hinted = needs(named_estimator(config.algorithm.adv_estimator), "hint_logprobs")  # at least as long
+        yield from self._forward(
+            "actor", "log-probabilities", statistics, self.params, times=float(recomputed) + hinted
+        )
         if self.reference is not None:
-            yield from self._forward("actor", "reference's log-probabilities", statistics, self.reference)
+            of_sampled = gen_batch_size(config.data) / config.data.train_batch_size  # before the filter
+            times = of_sampled if config.algorithm.use_kl_in_reward else 1.0
+            yield from self._forward("actor", "reference's log-probabilities", statistics, self.reference, times=times)
         if self.teacher is not None:
             if config.algorithm.distillation.form == "top_k":
                 yield from self._forward("actor", "most likely tokens", self.actor.most_likely, self.params)

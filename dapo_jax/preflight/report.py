@@ -15,11 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size, plays_episodes
 from dapo_jax.config.files import SHAPES
 from dapo_jax.config.places import place_of
-from dapo_jax.config.sections import Config, DataConfig, ModelConfig
+from dapo_jax.config.sections import AlgorithmConfig, Config, DataConfig, ModelConfig, RewardConfig
 from dapo_jax.errors import InputError, say
 from dapo_jax.hub.names import model_name
 from dapo_jax.models.architecture import Architecture
@@ -102,9 +104,16 @@ def preflight(config: Config, topology: str, *, lengths: str = "", progress: Any
         **totals(compiled, limits, memory, rates),
         "advice": advise(config, arch, meshes, step, compiled, usable, attention=attention),
     }
+    found["not_counted"] += left_out(config.reward, config.algorithm)
     if expected is not None and other is not None:
         found["expected"] = _expected(config.data, config.rollout.n, expected, other, compiled, limits, rates)
     return found
+
+
+def left_out(reward: RewardConfig, algorithm: AlgorithmConfig) -> list[str]:
+    """What a run has on its devices besides the programs of the preflight."""
+    greedy = needs(named_estimator(algorithm.adv_estimator), "reward_baselines")
+    return ["the reward model, in memory and time"] * bool(reward.model.path) + ["the greedy responses"] * greedy
 
 
 def _plan(step: Step) -> dict[str, int]:

@@ -257,8 +257,8 @@ def utilisation(
 ) -> dict[str, float]:
     """`perf/mfu/`: the share of the training devices' peak that a step's passes reach; {} where that is not known.
 
-    An update is three forward passes an epoch; two with adapters, whose gradients alone are computed. A critic scores no
-    vocabulary.
+    An update is three forward passes an epoch; two with adapters, whose gradients alone are computed. A critic's
+    have no scores of the vocabulary.
 
     Args:
         estimator: of advantages, which may need a second pass over the policy: with hints, which are not counted.
@@ -273,11 +273,10 @@ def utilisation(
     passes = {name: (f"update_{name}", count) for name, count in times.items()}
     if metrics.get("actor/recomputed_logprobs"):
         passes["actor_infer"] = "old_log_prob", 1 + needs(estimator, "hint_logprobs")
-    head = token_flops(arch).head * metrics["perf/total_num_tokens"]
+    work = dict.fromkeys(passes, forward * 1e12)
+    work["critic"] = forward * 1e12 - token_flops(arch).head * metrics["perf/total_num_tokens"]
     return {
-        f"perf/mfu/{name}": count
-        * (forward * 1e12 - head * (name == "critic"))
-        / (metrics[f"timing_s/{stage}"] * mesh.size * peak)
+        f"perf/mfu/{name}": count * work[name] / (metrics[f"timing_s/{stage}"] * mesh.size * peak)
         for name, (stage, count) in passes.items()
         if f"timing_s/{stage}" in metrics and not (ahead and stage in statistics.AHEAD_STAGES)
     }

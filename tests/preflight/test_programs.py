@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from small_run import small_config
 
+from dapo_jax.config.sections import AlgorithmConfig, RewardConfig, RewardModelConfig
 from dapo_jax.learner import trainable, update
 from dapo_jax.learner.trained_networks import trained
 from dapo_jax.models import paged_attention, paged_attention_gpu
@@ -12,7 +13,7 @@ from dapo_jax.models.attention import XLA
 from dapo_jax.models.flops import token_flops
 from dapo_jax.parallel.compilation import Programs
 from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.preflight import rollout
+from dapo_jax.preflight import report, rollout
 from dapo_jax.preflight.compiled import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from dapo_jax.preflight.hlo_products import PagedKeys
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
@@ -152,6 +153,25 @@ def test_continued_responses_read_their_beginnings_each_alone(monkeypatch):
     begun, continued = (one.pairs for one in step.programs if one.stage == "decode" and one.calls)
     assert begun == PagedKeys(0.0, 32 * 8.0, 32 * 8.0 / 16)
     assert continued == PagedKeys(32 * 16.0, 0.0, 0.0)  # the prompt, and 8 tokens of the response
+
+
+def test_passes_before_the_filter_and_with_hints_are_counted():
+    def calls(name, **changes):
+        step = programs_of(one_step(**changes))
+        return sum(program.calls for program in step.programs if program.name.startswith(name))
+
+    reference = "reference's log-probabilities"
+    once = calls(reference, **{"actor.use_kl_loss": True})
+    sampled = {"data.gen_batch_size": 3 * one_step().data.train_batch_size}
+    assert calls(reference, **{"algorithm.use_kl_in_reward": True, **sampled}) == 3 * once > 0
+    recomputed = calls("log-probabilities", **{"actor.old_logprob": "recompute"})
+    assert calls("log-probabilities", **{"algorithm.adv_estimator": "cpo"}) == 2 * recomputed > 0
+
+
+def test_what_no_program_of_the_preflight_has_is_named():
+    assert report.left_out(RewardConfig(), AlgorithmConfig()) == []
+    changed = RewardConfig(model=RewardModelConfig(path="reward")), AlgorithmConfig(adv_estimator="remax")
+    assert report.left_out(*changed) == ["the reward model, in memory and time", "the greedy responses"]
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():
