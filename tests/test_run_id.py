@@ -2,12 +2,14 @@
 
 import dataclasses
 import shutil
+from contextlib import nullcontext
 
 import pytest
 
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
 from dapo_jax.monitor.recipe import write_config
+from dapo_jax.monitor.records import METRICS, to_json_line
 from dapo_jax.run import run_id
 from dapo_jax.run.run_id import RunId, find_run_id, write_run_id
 
@@ -78,3 +80,18 @@ def test_checkpoints_of_earlier_versions_belong_to_the_workdir_that_records_thei
         found_in(workdir, shared)
     write_config(workdir, dataclasses.asdict(run_at(workdir, shared)))
     assert found_in(workdir, shared)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_replace_its_records(tmp_path, saved):
+    """Such as those of a directory that is not mounted."""
+    config = with_values(run_at(tmp_path), {"trainer.save_freq": 2})
+    write_config(str(tmp_path), dataclasses.asdict(config))
+    for steps, refused in ((0, False), (4, False), (5, True)):  # the checkpoint of step 2 may be incomplete until 4
+        rows = "".join(to_json_line({"step": step}) for step in range(steps + 1))
+        (tmp_path / METRICS).write_text(rows)
+        with (
+            pytest.raises(ValueError, match="records of 5 steps, .* mount or restore it") if refused else nullcontext()
+        ):
+            found_in(tmp_path)
+    saved[str(tmp_path / "checkpoints")] = RunId(found_in(tmp_path / "other"), str(tmp_path))
+    found_in(tmp_path)

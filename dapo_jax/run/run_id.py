@@ -5,6 +5,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from dapo_jax.config.own_functions import code_of
 from dapo_jax.config.places import is_address, place_of
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.recipe import read_config
+from dapo_jax.monitor.records import METRICS, read_rows
 from dapo_jax.parallel.processes import check_agreement, check_shared, gather, is_first
 from dapo_jax.run.checkpoint import saved_steps
 
@@ -80,6 +82,11 @@ def _run_id(folder: str, directory: str, workdir: str) -> str:
                 f"workdir={folder} has its checkpoints in {before}, and trainer.checkpoint_dir now says "
                 f"{directory}: move them there, or start in a new workdir with trainer.resume_from_path={before}"
             )
+        if recorded and 0 < 2 * recorded.trainer.save_freq < (done := _last_row(folder)):  # one was complete by then
+            raise InputError(
+                f"workdir={folder} has records of {done} steps, and {directory} has none of their checkpoints: mount "
+                "or restore it, or start in a new workdir, as a run from the beginning would replace the records"
+            )
         return own or uuid.uuid4().hex
     other = saved_by(directory, steps[-1])
     inside = directory.startswith(f"{workdir}/")
@@ -97,6 +104,13 @@ def _run_id(folder: str, directory: str, workdir: str) -> str:
             "trainer.checkpoint_dir of its own to start a new run from them"
         )
     return own or other.id or uuid.uuid4().hex
+
+
+def _last_row(folder: str) -> int:
+    """The last step in metrics.jsonl; 0 if there is none."""
+    path = Path(folder) / METRICS
+    rows = read_rows(path) if path.is_file() else []
+    return rows[-1]["step"] if rows else 0
 
 
 def _is_copy(workdir: str, run: RunId) -> bool:
