@@ -19,7 +19,9 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import EnvironmentConfig
 from dapo_jax.config.values import flat, with_values
 from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.evaluate import evaluate as evaluate_module
 from dapo_jax.evaluate.evaluate import as_in_the_run, bench, main, open_policy, table
+from dapo_jax.export import export as export_module
 from dapo_jax.monitor.recipe import Recipe, write_config
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.run.held_out import mean_accuracy
@@ -227,3 +229,15 @@ def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2 and "evaluation_step_1 holds an evaluation already: give" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_processes_measure_and_export_the_checkpoints_that_the_first_one_sees(whole, monkeypatch):
+    """Another may look while the run goes on, and saves or removes some."""
+    for module in (evaluate_module, export_module):
+        monkeypatch.setattr(module, "gather", lambda value: [[1, 2] if isinstance(value, list) else 1, value])
+    run = str(whole[0])
+    assert [one.step for one in evaluate_module._checkpoints(run, "", None)] == [1, 2]
+    newest = evaluate_module._newest(run)
+    assert newest is not None and newest.step == 1
+    assert export_module._chosen_step(run, f"{run}/checkpoints", None) == 2

@@ -39,7 +39,7 @@ from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.processes import is_first
+from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.run.base_models import load_policy, load_trained, read_policy
 from dapo_jax.run.checkpoint import saved_steps
 from dapo_jax.run.downloads import with_downloads
@@ -94,7 +94,7 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         directory = stack.enter_context(output_directory(output))
         if is_first():
             say(policy.description)
-        models = checkpoints or [find_trained(config.model.path)]
+        models: list[Trained | None] = [*checkpoints] or [_newest(config.model.path)]
         curves = None
         if is_first() and models[0] is not None:
             curves = stack.enter_context(closing(TensorBoard(directory, first_step=0)))
@@ -172,6 +172,12 @@ def _opened(
         yield _Measuring(held_out, decode_weights, load, "; ".join(described))
 
 
+def _newest(model: str) -> Trained | None:
+    """The newest checkpoint of the run at `model`, as process 0 sees it; None if it is no run."""
+    trained = find_trained(model)
+    return trained and dataclasses.replace(trained, step=gather(trained.step)[0])
+
+
 def _checkpoints(model: str, workdir: str, step: int | None) -> list[Trained]:
     """All checkpoints of the run at `model` or in `workdir`, or the one of a step."""
     trained = find_trained(model) or find_trained(workdir)
@@ -180,7 +186,7 @@ def _checkpoints(model: str, workdir: str, step: int | None) -> list[Trained]:
             f"--step and --all-steps need a run: neither model.path={model} nor workdir={workdir} is the workdir of "
             "one: give it by --config.model.path"
         )
-    saved = saved_steps(trained.directory)
+    saved = gather(saved_steps(trained.directory))[0]  # a run that goes on may save or remove one between two looks
     if step is not None and step not in saved:
         raise InputError(
             f"--step={step} must be a checkpoint of workdir={trained.config.workdir}: choose one of {saved}"

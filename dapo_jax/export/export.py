@@ -238,7 +238,7 @@ def _write(
 
 
 def _chosen_step(workdir: str, directory: str, step: int | None) -> int:
-    saved = saved_steps(directory)
+    saved = gather(saved_steps(directory))[0]  # a run that goes on may save or remove one between two looks
     if not saved:
         raise InputError(
             f"workdir={workdir} must belong to a run with a saved checkpoint, but "

@@ -66,8 +66,8 @@ class Verification:
         own, failure = list[Verdict](), ""
         try:
             own = self._verifiers.collect([request for request, _ in asked], [verdict for _, verdict in asked])
-        except RuntimeError as error:
-            failure = str(error)
+        except (RuntimeError, OSError) as error:  # such as of a worker that cannot start
+            failure = str(error) or type(error).__name__
         found = gather([failure, [dataclasses.asdict(verdict) for verdict in own]])
         for failure in filter(None, (part[0] for part in found)):
             raise SharedFailure(failure)

@@ -218,17 +218,21 @@ def test_a_run_whose_judge_dies_saves_its_state_and_resumes_as_if_nothing_had_be
     assert without_judge_counts(tmp_path / "a") == without_judge_counts(tmp_path / "b")
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_judge_that_is_dead_for_one_process_ends_all_alike(monkeypatch, own):
+@pytest.mark.parametrize(
+    ("own", "error", "told"),
+    [(True, RuntimeError("no judge"), "no judge"), (False, None, "no judge"), (True, OSError(), "OSError")],
+    ids=["own", "another", "no worker"],
+)
+def test_a_judge_that_is_dead_for_one_process_ends_all_alike(monkeypatch, own, error, told):
     future = Future()
     verifiers = SimpleNamespace(submit=lambda request: future, collect=lambda _, futures: [futures[0].result()])
-    future.set_exception(RuntimeError("no judge")) if own else future.set_result(Verdict({"score": 1.0}, None, None))
+    future.set_exception(error) if own else future.set_result(Verdict({"score": 1.0}, None, None))
     other = ["", []] if own else ["no judge", []]
     monkeypatch.setattr(verification, "gather", lambda value: [value] if value is False else [value, other])
     tokenizer = SimpleNamespace(decode=lambda tokens: "7")
     waiting = verification.Verification(verifiers, tokenizer, [ROW], 1, check=lambda: None)
     waiting.begin(np.array([0]), SimpleNamespace(responses=np.ones((1, 1)), mask=np.ones((1, 1), bool)))
-    with pytest.raises(SharedFailure, match="no judge"):
+    with pytest.raises(SharedFailure, match=told):
         waiting.wait()
 
 
