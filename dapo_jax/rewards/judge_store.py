@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ CREATE TABLE IF NOT EXISTS spent (
 );
 INSERT OR IGNORE INTO spent VALUES (0, 0, 0, 0);
 """
+
+_SPENT = "SELECT requests, input_tokens, output_tokens FROM spent"
+
+
+def _read(path: Path, query: str, *values: Any) -> Any:
+    """The first row that a query finds in another process' file; None if there is none, or it cannot be read now."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=_WAIT_S, uri=True)) as file:
+            return file.execute(query, values).fetchone()
+    except sqlite3.Error:
+        return None
 
 
 class JudgeStore:
@@ -48,16 +60,25 @@ class JudgeStore:
                 "again"
             ) from error
         self.close = self._file.close
+        others = {other: _read(other, _SPENT) for other in path.parent.glob("answers_*.sqlite") if other != path}
+        used = {other: found for other, found in others.items() if found and any(found)}
+        self._begun = self.spent()
+        self._before = [sum(found) for found in zip(self._begun, *used.values(), strict=True)]
+        before = len(used) + any(self._begun)  # processes that have asked
+        self._others = used if before != num_processes else {}
 
     def find(self, key: str) -> Reply | None:
         """The reply that was kept under `key`."""
         query = "SELECT text, complete, input_tokens, output_tokens FROM replies WHERE key = ?"
         found = self._run((query, (key,)))
+        found = found or next(filter(None, (_read(other, query, key) for other in self._others)), None)
         return Reply(found[0], bool(found[1]), *found[2:]) if found else None
 
     def begin_request(self) -> None:
         """Counts an attempt. RuntimeError if this process has used its share of a limit."""
-        (requests, *tokens), settings = self.spent(), self._settings
+        shares = zip(self.spent(), self._begun, self._before, strict=True)  # of what was left when the run began
+        requests, *tokens = (now - begun + before / self._num_processes for now, begun, before in shares)
+        settings = self._settings
         of = f", a share of 1/{self._num_processes} of" if self._num_processes > 1 else ","
         limits = ("max_requests", settings.max_requests, requests), ("max_cost", settings.max_cost, self.cost(*tokens))
         for name, limit, value in limits:
@@ -77,7 +98,7 @@ class JudgeStore:
 
     def spent(self) -> tuple[int, int, int]:
         """Requests, their retries included, and their input and output tokens, of all runs of the work directory."""
-        return self._run(("SELECT requests, input_tokens, output_tokens FROM spent", ()))
+        return self._run((_SPENT, ()))
 
     def cost(self, input_tokens: float, output_tokens: float) -> float:
         """By the prices of reward.judge."""

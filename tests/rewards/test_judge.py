@@ -290,6 +290,24 @@ def test_processes_share_the_limits_and_no_file(server, opened, tmp_path):
     assert {file.name for file in tmp_path.glob("*.sqlite")} == {"answers_0.sqlite", "answers_1.sqlite"}
 
 
+def test_another_number_of_processes_finds_the_answers_and_shares_what_is_left(server, opened):
+    one = opened(max_requests=4)
+    verdicts(one, ["a", "b"])
+    one.close()
+    several = [opened(process=process, num_processes=2, max_requests=4) for process in (0, 1)]
+    for judge, text in zip(several, "cd", strict=True):
+        verdicts(judge, ["a", "b", text])
+        with pytest.raises(RuntimeError, match="used 2, a share of 1/2 of reward.judge.max_requests=4"):
+            verdicts(judge, ["e"])
+        judge.close()
+    assert len(server.asked) == 4
+    last = opened(max_requests=5)
+    verdicts(last, list("abcde"))
+    assert len(server.asked) == 5
+    with pytest.raises(RuntimeError, match="used 5, reward.judge.max_requests=5"):
+        verdicts(last, ["f"])
+
+
 def test_the_key_is_sent_and_shown_nowhere(server, opened, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv(KEY_NAME, KEY)
     caplog.set_level(logging.DEBUG)
