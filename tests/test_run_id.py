@@ -87,7 +87,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_replace_its_records(tmp_path,
     config = with_values(run_at(tmp_path), {"trainer.save_freq": 2})
     write_config(str(tmp_path), dataclasses.asdict(config))
     for steps, refused in ((0, False), (4, False), (5, True)):  # the checkpoint of step 2 may be incomplete until 4
-        rows = "".join(to_json_line({"step": step}) for step in range(steps + 1))
+        rows = "".join(to_json_line({"step": 90 + step}) for step in range(1, steps + 1))  # it began from another run
         (tmp_path / METRICS).write_text(rows)
         with (
             pytest.raises(ValueError, match="records of 5 steps, .* mount or restore it") if refused else nullcontext()

@@ -28,14 +28,14 @@ def file_and_function(name: str) -> tuple[Path, str] | None:
 
 
 def code_of(name: str) -> bytes:
-    """The text of the file with the function `name`, which is not run; empty if there is none of your own."""
+    """The text of the file with the function `name`, which does not run; empty if there is none of your own."""
     module = name.rpartition(".")[0]
     try:
         found = (file_and_function(name) or (None,))[0]
         if found is None and is_own(name) and (spec := importlib.util.find_spec(module)) is not None:
             found = Path(spec.origin or "")
         return found.read_bytes() if found is not None else b""
-    except (ImportError, ValueError, OSError):  # `load_named` says what is wrong
+    except Exception:  # the packages around a module may raise any: `load_named` says what is wrong
         return b""
 
 

@@ -189,7 +189,7 @@ class Policy:
 
         They are those at config.rollout.temperature, at which the samples must have been drawn, or greedily if it is 1.
         """
-        self._check_temperature(samples.temperature or 1.0, "log-probabilities are those")
+        self._check_temperature(samples, "log-probabilities are those", greedily=1.0)
         if not len(samples):
             return np.zeros(samples.logprobs.shape, np.float32)
         with jax.set_mesh(self._learner.mesh):
@@ -301,10 +301,11 @@ class Policy:
             )
         return tokens
 
-    def _check_temperature(self, temperature: float, what: str) -> None:
-        if temperature != self.config.rollout.temperature:
+    def _check_temperature(self, samples: Samples, what: str, *, greedily: float) -> None:
+        """Raises InputError for samples of another temperature than the config's; `greedily`: that of temperature 0."""
+        if (samples.temperature or greedily) != self.config.rollout.temperature:
             raise InputError(
-                f"the samples were drawn at temperature={temperature:g}, but {what} at "
+                f"the samples were drawn at temperature={samples.temperature:g}, but {what} at "
                 f"rollout.temperature={self.config.rollout.temperature:g}: set that option, or give generate none"
             )
 
@@ -316,7 +317,7 @@ class Policy:
             raise InputError(f"rewards have the shape {values.shape}, but the samples {shape}: give one per response")
         if not np.isfinite(values).all():
             raise InputError("rewards hold a number that is not finite: correct the reward")
-        self._check_temperature(samples.temperature, "step learns from those")
+        self._check_temperature(samples, "step learns from those", greedily=0.0)
         if shape[0] > most or shape[1] != n:
             raise InputError(
                 f"{shape[0]} groups of {shape[1]} responses do not fit data.train_batch_size={most} and rollout.n={n}: "

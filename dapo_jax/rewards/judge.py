@@ -57,7 +57,7 @@ class Judge:
         self._endpoint = Endpoint(settings)
         self._name = f"the judge {settings.model!r} at reward.judge.base_url={settings.base_url}"
         self._breaker = Breaker(self._name, patience_s=settings.patience_s, wait_s=settings.backoff_s)
-        self._store = JudgeStore(folder / f"answers_{process}.sqlite", settings, num_processes)
+        self._store = JudgeStore(folder, settings, process, num_processes)
         self._disk = ThreadPoolExecutor(1, "judge answers")  # which may be slow
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
         self._asking: dict[str, asyncio.Task[Reply]] = {}  # by key
@@ -113,7 +113,7 @@ class Judge:
     async def _take_counts(self) -> dict[str, float]:
         new, cost = self._counts.copy(), self._store.cost
         self._counts.update(dict.fromkeys(COUNTS, 0.0))
-        total = cost(*(await self._stored(self._store.spent))[1:])
+        total = await self._stored(self._store.total_cost)
         return new | {"cost": cost(new["input_tokens"], new["output_tokens"]), "total_cost": total}
 
     async def _close(self) -> bool:

@@ -10,6 +10,7 @@ from dapo_jax.config.sections import JudgeConfig
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.judge_client import Reply
 
+_NAME = "answers_{}.sqlite"  # of a process
 _WAIT_S = 60.0  # for another process, such as an evaluation, that writes
 _TABLES = """
 CREATE TABLE IF NOT EXISTS replies (
@@ -38,15 +39,16 @@ def _read(path: Path, query: str, *values: Any) -> Any:
 class JudgeStore:
     """Replies by key, and the limits of reward.judge. Processes may share the file; one thread at a time uses it."""
 
-    def __init__(self, path: Path, settings: JudgeConfig, num_processes: int) -> None:
+    def __init__(self, folder: Path, settings: JudgeConfig, process: int, num_processes: int) -> None:
         """
         Args:
-            num_processes: of the run. Each may use an equal share of the limits.
+            num_processes: of the run. Each has a file, and may use an equal share of what is left of the limits.
 
         Raises:
             InputError: the file cannot be opened.
         """
-        self.path, self._settings, self._num_processes = path, settings, num_processes
+        self.path = path = folder / _NAME.format(process)
+        self._settings, self._num_processes = settings, num_processes
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(path, timeout=_WAIT_S, check_same_thread=False)
@@ -60,12 +62,14 @@ class JudgeStore:
                 "again"
             ) from error
         self.close = self._file.close
-        others = {other: _read(other, _SPENT) for other in path.parent.glob("answers_*.sqlite") if other != path}
+        others = {other: _read(other, _SPENT) for other in path.parent.glob(_NAME.format("*")) if other != path}
         used = {other: found for other, found in others.items() if found and any(found)}
         self._begun = self.spent()
         self._before = [sum(found) for found in zip(self._begun, *used.values(), strict=True)]
         before = len(used) + any(self._begun)  # processes that have asked
         self._others = used if before != num_processes else {}
+        today = {folder / _NAME.format(number) for number in range(num_processes)}
+        self._left = [used[other] for other in used if process == 0 and other not in today]
 
     def find(self, key: str) -> Reply | None:
         """The reply that was kept under `key`."""
@@ -97,8 +101,13 @@ class JudgeStore:
         self._run(("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)", row), (added, tokens))
 
     def spent(self) -> tuple[int, int, int]:
-        """Requests, their retries included, and their input and output tokens, of all runs of the work directory."""
+        """Requests, their retries included, and their input and output tokens, of this process in all runs."""
         return self._run((_SPENT, ()))
+
+    def total_cost(self) -> float:
+        """Of all runs of the work directory, in the sum over processes."""
+        requests, *tokens = map(sum, zip(self.spent(), *self._left, strict=True))
+        return self.cost(*tokens)
 
     def cost(self, input_tokens: float, output_tokens: float) -> float:
         """By the prices of reward.judge."""

@@ -47,7 +47,7 @@ def find_run_id(folder: str, directory: str, workdir: str) -> RunId:
     def decided() -> tuple[str, str]:
         try:
             return _run_id(folder, directory, workdir), ""
-        except InputError as error:
+        except (InputError, RuntimeError) as error:
             return "", str(error)
         except OSError as error:
             fix = "choose another by trainer.checkpoint_dir or workdir"
@@ -82,7 +82,8 @@ def _run_id(folder: str, directory: str, workdir: str) -> str:
                 f"workdir={folder} has its checkpoints in {before}, and trainer.checkpoint_dir now says "
                 f"{directory}: move them there, or start in a new workdir with trainer.resume_from_path={before}"
             )
-        if recorded and 0 < 2 * recorded.trainer.save_freq < (done := _last_row(folder)):  # one was complete by then
+        # By the row after a second one, which may have begun at any step, the first was complete.
+        if recorded and 0 < 2 * recorded.trainer.save_freq < (done := _num_steps(folder)):
             raise InputError(
                 f"workdir={folder} has records of {done} steps, and {directory} has none of their checkpoints: mount "
                 "or restore it, or start in a new workdir, as a run from the beginning would replace the records"
@@ -106,11 +107,10 @@ def _run_id(folder: str, directory: str, workdir: str) -> str:
     return own or other.id or uuid.uuid4().hex
 
 
-def _last_row(folder: str) -> int:
-    """The last step in metrics.jsonl; 0 if there is none."""
+def _num_steps(folder: str) -> int:
+    """How many training steps have a row in metrics.jsonl."""
     path = Path(folder) / METRICS
-    rows = read_rows(path) if path.is_file() else []
-    return rows[-1]["step"] if rows else 0
+    return sum(row["step"] > 0 for row in read_rows(path)) if path.is_file() else 0
 
 
 def _is_copy(workdir: str, run: RunId) -> bool:

@@ -1,6 +1,7 @@
 """The judge against a stand-in endpoint."""
 
 import email.utils
+import functools
 import json
 import logging
 import re
@@ -291,6 +292,8 @@ def test_processes_share_the_limits_and_no_file(server, opened, tmp_path):
 
 
 def test_another_number_of_processes_finds_the_answers_and_shares_what_is_left(server, opened):
+    prices = {"price_per_million_output_tokens": 50_000.0}  # 1 for each answer
+    opened = functools.partial(opened, **prices)
     one = opened(max_requests=4)
     verdicts(one, ["a", "b"])
     one.close()
@@ -306,6 +309,7 @@ def test_another_number_of_processes_finds_the_answers_and_shares_what_is_left(s
     assert len(server.asked) == 5
     with pytest.raises(RuntimeError, match="used 5, reward.judge.max_requests=5"):
         verdicts(last, ["f"])
+    assert last.take_counts()["total_cost"] == 5.0
 
 
 def test_the_key_is_sent_and_shown_nowhere(server, opened, tmp_path, monkeypatch, caplog):
