@@ -107,7 +107,7 @@ def places(tmp_path_factory, whole):
 
 
 def calm(model: str) -> None:
-    """Lowers how much a random model's gradients depend on rounding: norms of small numbers make it 30 times as much.
+    """Lowers how much a random model's gradients depend on rounding: norms of small numbers make it 10 times as much.
 
     Transformers leaves <pad> an embedding of zeros: a policy that draws it has gradients of 1e10.
     """

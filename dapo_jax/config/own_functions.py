@@ -35,7 +35,7 @@ def code_of(name: str) -> bytes:
         if found is None and is_own(name) and (spec := importlib.util.find_spec(module)) is not None:
             found = Path(spec.origin or "")
         return found.read_bytes() if found is not None else b""
-    except Exception:  # the packages around a module may raise any: `load_named` says what is wrong
+    except (Exception, SystemExit):  # the packages around a module may raise any: `load_named` says what is wrong
         return b""
 
 

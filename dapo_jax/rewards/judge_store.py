@@ -66,8 +66,8 @@ class JudgeStore:
         used = {other: found for other, found in others.items() if found and any(found)}
         self._begun = self.spent()
         self._before = [sum(found) for found in zip(self._begun, *used.values(), strict=True)]
-        before = len(used) + any(self._begun)  # processes that have asked
-        self._others = used if before != num_processes else {}
+        have_asked = len(used) + any(self._begun)  # processes
+        self._others = used if have_asked != num_processes else {}
         today = {folder / _NAME.format(number) for number in range(num_processes)}
         self._left = [used[other] for other in used if process == 0 and other not in today]
 

@@ -144,6 +144,7 @@ def test_processes_that_have_other_code_are_refused(mine, tmp_path, monkeypatch)
     of_processes = []  # each call is another process
     monkeypatch.setattr(processes, "gather", lambda values: of_processes.append(values) or of_processes)
     monkeypatch.setattr(run_id, "check_shared", lambda directory: None)
+    monkeypatch.setattr(run_id.jax, "process_count", lambda: 2)
     for _ in range(2):
         run_id.check_processes(flat(config), functions, "checkpoints")
     (tmp_path / "mine.py").write_text(CODE + "# changed")
