@@ -187,8 +187,8 @@ class EnvironmentPool:
     def _exchanged(self, slot: _Slot, request: Mapping[str, Any], calls: int) -> Any:
         """The process's answer, within the time of so many calls."""
         seconds = self._settings.timeout_s
-        worker = self._worker(slot)
         try:
+            worker = self._worker(slot)
             worker.wait_until_ready()
             ended, slot.ended = slot.ended, []
             slot.held.difference_update(ended)
@@ -200,7 +200,9 @@ class EnvironmentPool:
         except MalformedAnswer as error:
             raise Fault(f"the process of {self._what} {error}") from error
         except (EOFError, OSError) as error:
-            raise Fault(f"the process of {self._what} died (exit code {worker.stop()})") from error
+            if slot.worker is None:
+                raise Fault(f"no process of {self._what} could be started ({error})") from error
+            raise Fault(f"the process of {self._what} died (exit code {slot.worker.stop()})") from error
         except InputError as error:
             raise Fault(str(error)) from error
         except (ValueError, RecursionError) as error:

@@ -10,6 +10,7 @@ import pytest
 from dapo_jax.config.sections import DataConfig, EnvironmentConfig
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.environments import episodes
+from dapo_jax.environments import pool as pool_module
 from dapo_jax.environments.episodes import Earned, columns_of, seed_of, told, try_on
 from dapo_jax.environments.pool import EnvironmentPool
 from dapo_jax.environments.protocol import Description, Fault, Reply
@@ -201,6 +202,16 @@ def test_an_environment_that_fails_twice_is_a_fault(way, message, changes):
             played(pool, [way])
         assert pool.take_counts()["faults"] == 1
         assert len(played(pool, ["1"])) == 2, "the pool goes on"
+
+
+def test_a_process_that_cannot_be_started_is_a_fault(monkeypatch):
+    def fails(*arguments):
+        raise BlockingIOError("no more processes")
+
+    with pool_of("Broken", timeout_s=20.0) as pool:
+        monkeypatch.setattr(pool_module, "Worker", fails)
+        with pytest.raises(Fault, match=r"no process of .* could be started \(no more processes\)"):
+            played(pool, ["die"])
 
 
 def test_an_environment_that_the_seed_does_not_fix_or_that_fails_is_refused(monkeypatch):
