@@ -84,14 +84,12 @@ def test_checkpoints_of_earlier_versions_belong_to_the_workdir_that_records_thei
 
 def test_a_run_whose_checkpoints_are_gone_does_not_replace_its_records(tmp_path, saved):
     """Such as those of a directory that is not mounted."""
-    config = with_values(run_at(tmp_path), {"trainer.save_freq": 2})
-    write_config(str(tmp_path), dataclasses.asdict(config))
-    for steps, refused in ((0, False), (4, False), (5, True)):  # the checkpoint of step 2 may be incomplete until 4
-        rows = "".join(to_json_line({"step": 90 + step}) for step in range(1, steps + 1))  # it began from another run
-        (tmp_path / METRICS).write_text(rows)
-        with (
-            pytest.raises(ValueError, match="records of 5 steps, .* mount or restore it") if refused else nullcontext()
-        ):
+    saved_after = {"timing_s/save_checkpoint": 1.0}  # in the row of the next step
+    for saves in ((), (3,), (3, 5)):  # the checkpoint of step 2 may be incomplete until that of step 4 begins
+        rows = [{"step": step} | (saved_after if step in saves else {}) for step in range(1, 6)]
+        (tmp_path / METRICS).write_text("".join(map(to_json_line, rows)))
+        refused = pytest.raises(ValueError, match="records of 2 checkpoints, .* mount or restore it")
+        with refused if len(saves) == 2 else nullcontext():
             found_in(tmp_path)
     saved[str(tmp_path / "checkpoints")] = RunId(found_in(tmp_path / "other"), str(tmp_path))
     found_in(tmp_path)

@@ -82,11 +82,10 @@ def _run_id(folder: str, directory: str, workdir: str) -> str:
                 f"workdir={folder} has its checkpoints in {before}, and trainer.checkpoint_dir now says "
                 f"{directory}: move them there, or start in a new workdir with trainer.resume_from_path={before}"
             )
-        # By the row after a second one, which may have begun at any step, the first was complete.
-        if recorded and 0 < 2 * recorded.trainer.save_freq < (done := _num_steps(folder)):
+        if (begun := _num_saves(folder)) > 1:  # the first of them was complete when the second began
             raise InputError(
-                f"workdir={folder} has records of {done} steps, and {directory} has none of their checkpoints: mount "
-                "or restore it, or start in a new workdir, as a run from the beginning would replace the records"
+                f"workdir={folder} has records of {begun} checkpoints, and {directory} has none of them: mount or "
+                "restore it, or start in a new workdir, as a run from the beginning would replace the records"
             )
         return own or uuid.uuid4().hex
     other = saved_by(directory, steps[-1])
@@ -107,10 +106,10 @@ def _run_id(folder: str, directory: str, workdir: str) -> str:
     return own or other.id or uuid.uuid4().hex
 
 
-def _num_steps(folder: str) -> int:
-    """How many training steps have a row in metrics.jsonl."""
+def _num_saves(folder: str) -> int:
+    """How many checkpoints had been begun before a row of metrics.jsonl."""
     path = Path(folder) / METRICS
-    return sum(row["step"] > 0 for row in read_rows(path)) if path.is_file() else 0
+    return sum("timing_s/save_checkpoint" in row for row in read_rows(path)) if path.is_file() else 0
 
 
 def _is_copy(workdir: str, run: RunId) -> bool:
