@@ -4,12 +4,13 @@ import dataclasses
 import json
 
 import pytest
-from small_run import small_config
+from small_run import small_config, sums
 
 from dapo_jax.command.tasks import held_out_options, parse_tasks
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.monitor.records import to_json_line
 from dapo_jax.run.problems import TaskSet, read_problems
 from dapo_jax.training.summary import results
 
@@ -114,6 +115,15 @@ def test_columns_of_tasks_and_files_of_a_mixture_that_are_not_there_are_refused(
     changes = {"data.task": "files", "data.train_files": files, "data.mixture": [1.0, 2.0]}
     with pytest.raises(ValueError, match="data.mixture: .*long.jsonl must have a prompt to train on, and has none"):
         read_problems(config_with("{}", **changes, **{"data.filter_overlong_prompts": True}), character_tokenizer())
+
+
+def test_a_row_without_a_hint_is_refused_before_it_is_drawn(tmp_path):
+    rows = [*sums(1, 2), {**sums(3)[0], "reward_model": {"ground_truth": None}}]
+    (tmp_path / "a.jsonl").write_text("".join(map(to_json_line, rows)))
+    files = {"data.task": "files", "data.train_files": [str(tmp_path / "a.jsonl")], "reward.function": "own.py:score"}
+    with pytest.raises(ValueError, match="a.jsonl row 3 needs extra_info.solution or a ground truth for the hint"):
+        read_problems(config_with("{}", **files, **{"algorithm.adv_estimator": "cpo"}), character_tokenizer())
+    read_problems(config_with("{}", **files), character_tokenizer())
 
 
 def test_a_repeated_row_is_named_and_changes_no_metrics_name(tmp_path, caplog):

@@ -362,8 +362,8 @@ class FilterGroupsConfig:
     stream: StreamConfig = field(default_factory=StreamConfig)
     skip_uniform: SkipUniformConfig = field(default_factory=SkipUniformConfig)
     READS = {
-        "enable": "metric rule std_threshold filter_low filter_high keep_singletons max_num_gen_batches "
-        "adaptive_limit on_limit on_empty leftover leftover_max_staleness backfill stream skip_uniform",
+        "enable": "metric rule std_threshold filter_low filter_high keep_singletons adaptive_limit leftover "
+        "leftover_max_staleness backfill stream skip_uniform",
         "rule=std": "std_threshold",
         "rule=mean_range": "filter_low filter_high",
         "rollout.n=1": "keep_singletons",

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -112,16 +112,29 @@ def hinted_prompts(rows: Sequence[PromptRow], tokenizer: Tokenizer, data: DataCo
     )
 
 
+def check_hints(rows: Iterable[PromptRow]) -> None:
+    """Raises InputError for a row that can have no hint."""
+    for row in rows:
+        _with_hint(row, "")
+
+
 def _with_hint(row: PromptRow, bos_token: str) -> tuple[dict, ...] | str:
     if not row.extra_info.get("solution") and row.ground_truth is None:
-        raise InputError(f"{row.origin} needs extra_info.solution or a ground truth for the hint of adv_estimator=cpo")
+        raise InputError(
+            f"{row.origin} needs extra_info.solution or a ground truth for the hint of adv_estimator=cpo: add it, or "
+            "leave it out"
+        )
     hint = str(row.extra_info.get("solution") or row.truth_text)
     if isinstance(row.prompt, str):
         begin = bos_token if row.prompt.startswith(bos_token) else ""
         return f"{begin}{hint}\n{row.prompt.removeprefix(bos_token)}"
     turns = [index for index, message in enumerate(row.prompt) if message["role"] == "user"]
     if not turns:
-        raise InputError(f"a prompt needs a user turn for the hint of adv_estimator=cpo, this has none: {row.prompt}")
+        roles = ", ".join(str(message["role"]) for message in row.prompt)
+        raise InputError(
+            f"{row.origin} needs a user turn for the hint of adv_estimator=cpo, and has {roles}: add one, or leave "
+            "it out"
+        )
     hinted = {**row.prompt[turns[-1]], "content": f"{hint}\n{row.prompt[turns[-1]]['content']}"}
     return (*row.prompt[: turns[-1]], hinted, *row.prompt[turns[-1] + 1 :])
 

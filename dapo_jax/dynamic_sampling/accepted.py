@@ -147,11 +147,14 @@ def _message(found: Found, kept: int) -> str:
     unknown = sum(int((~comparable(round_.outcomes.known)).sum()) for round_ in found.rounds)
     other = "uniform otherwise" if words == filter_log.UNIFORM else f"dropped otherwise ({words.dropped})"
     other += f", {unknown} had too few verdicts" * bool(unknown)
+    if 0 < unknown == sum(counts.values()):
+        last += "; or let the reward function give more verdicts"
+    else:
+        last += "; or change the difficulty of the data (or raise rollout.n), so that more groups hold both right and "
+        last += "wrong answers" + ", or correct the reward function" * (counts["all_wrong"] == found.evaluated)
     return (
         f"only {kept} of data.train_batch_size={found.target} groups kept {reason}: of "
         f"{found.evaluated} groups {counts['all_correct']} were all right, {counts['all_wrong']} all wrong, "
         f"{counts['other'] - unknown} {other}{failed and f' ({failed})'}. "
-        f"Change one of these, then rerun: {first}, lower data.train_batch_size, or set {last}; or "
-        "change the difficulty of the data (or raise rollout.n), so that more groups hold both right and wrong "
-        f"answers{', or correct the reward function' * (counts['all_wrong'] == found.evaluated)}"
+        f"Change one of these, then rerun: {first}, lower data.train_batch_size, or set {last}"
     )

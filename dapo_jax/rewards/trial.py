@@ -36,7 +36,8 @@ _log = logging.getLogger(__name__)
 def check_rewards(
     sets: Sequence[tuple[Sequence[PromptRow], str]], verifiers: Mapping[str, Verifiers], metric: str | None
 ) -> None:
-    """Tries each function on its rows: a built-in verifier on all ground truths, the user's own and the judge on one.
+    """Tries each function on its rows: a built-in verifier on all ground truths, the judge on one, the user's own on
+    one of each data source, of further ones while TRIAL_S lasts.
 
     Args:
         sets: rows with the name of their reward function; the training set first.
@@ -59,14 +60,21 @@ def check_rewards(
             verifier = verifier.rest
         if functions_of(name)[0] != JUDGE:
             check_ground_truths(rows, others, verifier)
-        if VERIFIERS.keys() >= {*functions_of(others)} or not rows or (others, rows[0].data_source) in tried:
+        if VERIFIERS.keys() >= {*functions_of(others)}:
             continue
-        tried.add((others, rows[0].data_source))
         of_judge = [part.name for part in parse_parts(name) if part.function == JUDGE] if is_weighted(name) else []
-        for verdict in try_function(rows[0], others, verifier):
-            check_score_names(verdict.numbers)
-            if index == 0 and metric is not None and metric not in of_judge:
-                _check_metric(metric, name, rows[0], verdict)
+        firsts: dict[str, PromptRow] = {}
+        for row in rows:
+            firsts.setdefault(row.data_source, row)
+        end = time.monotonic() + TRIAL_S
+        for row in firsts.values():
+            if (others, row.data_source) in tried or (row is not rows[0] and time.monotonic() > end):
+                continue
+            tried.add((others, row.data_source))
+            for verdict in try_function(row, others, verifier):
+                check_score_names(verdict.numbers)
+                if index == 0 and metric is not None and metric not in of_judge:
+                    _check_metric(metric, name, row, verdict)
 
 
 def _check_metric(metric: str, name: str, row: PromptRow, verdict: Verdict) -> None:

@@ -9,11 +9,13 @@ from functools import cached_property
 import jax
 import numpy as np
 
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.named import named_estimator
 from dapo_jax.command.tasks import TaskOptions, given_function, held_out_options, parse_tasks
 from dapo_jax.config.derived import gen_batch_size
 from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.data.arithmetic import arithmetic_rows
-from dapo_jax.data.prompts import PromptOrder, PromptSet, tokenize_prompts
+from dapo_jax.data.prompts import PromptOrder, PromptSet, check_hints, tokenize_prompts
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
@@ -127,6 +129,8 @@ def read_problems(
             raise InputError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
     templated = bool(data.task == "files" and data.prompt_template)
     train_set = _tokenize(data, train_rows, tokenizer, templated=templated) if training else PromptSet([], [])
+    if needs(named_estimator(config.algorithm.adv_estimator), "hint_logprobs"):
+        check_hints(train_set.rows)
     order = _order(data, config.seed, [row.file for row in train_set.rows])
     problems = Problems(train_set, task_sets, order, chosen(function))
     _warn_of_data(data, problems, {row.question for row in learned})

@@ -375,6 +375,16 @@ def test_the_error_of_too_few_groups_counts_them_and_names_the_ways_out(kept, op
         run(kept, **{"limit": 2, **options})
 
 
+def test_without_verdicts_the_data_are_not_called_too_hard():
+    def unjudged(numbers):
+        groups = experience(numbers, np.full((len(numbers), 2), np.nan))
+        return Round(groups, np.zeros(len(numbers), bool), np.zeros(len(numbers)))
+
+    text = "8 had too few verdicts.*or set .*on_limit=partial; or let the reward function give more verdicts$"
+    with pytest.raises(RuntimeError, match=text):
+        accumulated(MadeUp(unjudged), start(), **options_of(limit=2))
+
+
 @pytest.mark.parametrize("stream", [None, 1.0])
 @pytest.mark.parametrize(
     ("kept", "options", "outcome"),  # of prompts 0 to 7, of which the dropped ones are right in turn

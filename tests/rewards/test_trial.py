@@ -8,7 +8,7 @@ from ends_within import ends_within
 from dapo_jax.config.values import DEFAULTS
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.rewards import trial
-from dapo_jax.rewards.trial import try_function
+from dapo_jax.rewards.trial import check_rewards, try_function
 from dapo_jax.rewards.worker_pool import VerifierPool
 
 ROW = PromptRow("p", "sums", "34", {"numbers": [3, 4]}, "a.jsonl row 1")
@@ -107,3 +107,16 @@ def test_a_slow_judge_is_not_waited_for(tried, monkeypatch):
     monkeypatch.setattr(trial, "TRIAL_S", 0.5)
     with ends_within(60):
         assert tried("time.sleep(3600)") == []
+
+
+def test_a_function_is_tried_on_each_data_source(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def score(data_source, solution, ground_truth, extra_info):\n    return {'score': 1, **extra_info}\n"
+    )
+    name, other = f"{file}:score", PromptRow("p", "other", "34", {}, "a.jsonl row 3")
+    rows = [dataclasses.replace(ROW, extra_info={"words": 2}) for _ in range(2)]
+    with VerifierPool(name, num_workers=1, timeout_s=30) as pool:
+        check_rewards([(rows, name)], {name: pool}, "words")
+        with pytest.raises(ValueError, match="'words' is not among the numbers .* returns for a.jsonl row 3, score"):
+            check_rewards([([*rows, other], name)], {name: pool}, "words")
