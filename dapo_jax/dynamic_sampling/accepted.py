@@ -5,16 +5,18 @@ The policies are on_limit, on_exhausted and on_empty of algorithm.filter_groups.
 
 import logging
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
 from dapo_jax.data.experience import Experience, comparable, join
 from dapo_jax.dynamic_sampling.accumulation import FILTER, Found, Sampled
 from dapo_jax.dynamic_sampling.prompt_stream import StreamState
-from dapo_jax.dynamic_sampling.rounds import Verdicts, filtered_counts, updated_history, updated_lowest
+from dapo_jax.dynamic_sampling.rounds import Verdicts, filtered_counts, updated_history
 from dapo_jax.dynamic_sampling.schedule import fixed_limit
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import LastingFailure
+from dapo_jax.rewards.lowest import updated_lowest
 from dapo_jax.rewards.verification import describe_failures
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ def accept(found: Found, sampled: Sampled) -> Accepted:
     for verdicts in found.rounds:
         final = verdicts.outcomes.numbers < next_prompt  # no schedule samples these again
         history = updated_history(history, verdicts, options, decay=found.prompts.curriculum.decay, final=final)
-        lowest = updated_lowest(lowest, verdicts, final)
+        lowest = updated_lowest(lowest, compress(verdicts.lowest, final))
     keep_rate = found.schedule.keep_rate_after(kept=found.kept, evaluated=found.evaluated)
     return Accepted(
         experience=trained,

@@ -45,7 +45,8 @@ class StreamState:
     history: History
     carried: Experience | None = None  # kept groups of earlier steps, in the order in which they will be taken
     begun: Experience | None = None  # groups with responses to continue (rollout.segment_length), in prompt order
-    lowest: Mapping[str, float] = field(default_factory=dict)  # of each number that the verifier has given, by name
+    lowest: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # that the verifier has given, by data
+    # source and name
 
     def fresh(self, step: int, max_staleness: int) -> tuple[Experience | None, int]:
         """The carried groups that are not too old for training step `step`, and the number of those that are."""

@@ -1,7 +1,7 @@
 """Host: the groups of one generation round, and which of them are worth training on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import Mesh
@@ -24,7 +24,7 @@ class Round:
     experience: Experience
     keep: np.ndarray  # [Q] bool
     metric_std: np.ndarray  # [Q] float32, population standard deviation of the metric
-    lowest: Mapping[str, np.ndarray] = field(default_factory=dict)  # [Q] each, of `rewards.lowest.lowest_given`
+    lowest: Sequence[tuple[str, Mapping[str, float]]] = ()  # [Q] of `rewards.lowest.lowest_given`
 
     @property
     def verdicts(self) -> "Verdicts":
@@ -39,7 +39,7 @@ class Verdicts:
     outcomes: Outcomes
     keep: np.ndarray  # [Q] bool
     metric_std: np.ndarray  # [Q] float32
-    lowest: Mapping[str, np.ndarray] = field(default_factory=dict)  # [Q] each
+    lowest: Sequence[tuple[str, Mapping[str, float]]] = ()  # [Q]
 
 
 def filter_groups(experience: Experience, options: FilterGroupsConfig, mesh: Mesh) -> Round:
@@ -101,12 +101,6 @@ def updated_history(
     accuracy = outcomes.score("acc")
     mixed = verdicts.keep if options.enable else accuracy.max(axis=1) > accuracy.min(axis=1)
     return history.updated(outcomes.rows[chosen], mixed[chosen], accuracy.mean(axis=1)[chosen], decay=decay)
-
-
-def updated_lowest(lowest: Mapping[str, float], verdicts: Verdicts, final: np.ndarray) -> dict[str, float]:
-    """The lowest number of each name that the verifier has given, after a round's groups; `final` as in the history."""
-    found = {name: values[final].min(initial=lowest.get(name, np.inf)) for name, values in verdicts.lowest.items()}
-    return {**lowest, **{name: float(value) for name, value in found.items() if np.isfinite(value)}}
 
 
 def filtered_counts(rounds: Sequence[Verdicts]) -> dict[str, int]:

@@ -3,52 +3,81 @@
 A response that raises, crashes or takes too long in its verifier is wrong. It must not earn more than a wrong answer,
 and only the verifier knows what that earns: a time-out of a function of -1 and 1 that counted 0 would be rewarded. So
 each of its numbers is the lowest of: what `Verifiers.wrong` gives it, the verdicts on its group, and those on groups of
-earlier steps (StreamState.lowest). None of these depends on which verdict came first, nor on rounds or processes.
+its data source in earlier steps (StreamState.lowest). None of these depends on which verdict came first, nor on rounds
+or processes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from dapo_jax.data.experience import Experience
+from dapo_jax.data.prompts import PromptSet
 from dapo_jax.rewards.messages import EPISODE_NUMBERS
 
+Lowest = Mapping[str, Mapping[str, float]]  # numbers that the verifier has given, by data source and name
 
-def lowest_given(scores: Mapping[str, np.ndarray], failed: np.ndarray) -> dict[str, np.ndarray]:
-    """By name, the lowest number [Q] that the verifier gave to a response of each group; inf where it gave none.
+
+def lowest_given(
+    scores: Mapping[str, np.ndarray], failed: np.ndarray, sources: Sequence[str]
+) -> list[tuple[str, dict[str, float]]]:
+    """Of each group its data source and, by name, the lowest number that the verifier gave to one of its responses.
 
     What is counted of an episode is no verdict.
 
     Args:
         scores: [Q, G] each, NaN where there is none.
         failed: [Q, G] bool, verification failed.
+        sources: [Q] of data.
     """
     given = {name: np.where(failed, np.nan, scores[name]) for name in scores if name not in EPISODE_NUMBERS}
-    return {name: np.fmin.reduce(values, axis=1, initial=np.inf) for name, values in given.items()}
+    lowest = {name: np.fmin.reduce(values, axis=1, initial=np.inf) for name, values in given.items()}
+    return [
+        (source, {name: float(values[index]) for name, values in lowest.items() if np.isfinite(values[index])})
+        for index, source in enumerate(sources)
+    ]
 
 
-def lowered(scores: Mapping[str, np.ndarray], failed: np.ndarray, before: Mapping[str, float]) -> dict[str, np.ndarray]:
+def updated_lowest(before: Lowest, given: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """The lowest numbers so far, after groups of `lowest_given`."""
+    found = {source: dict(numbers) for source, numbers in before.items()}
+    for source, numbers in given:
+        known = found.setdefault(source, {})
+        known |= {name: min(number, known.get(name, number)) for name, number in numbers.items()}
+    return found
+
+
+def lowered(
+    scores: Mapping[str, np.ndarray], failed: np.ndarray, sources: Sequence[str], before: Lowest
+) -> dict[str, np.ndarray]:
     """`scores` with the lowest numbers for the failures that the response caused: those that have a score.
 
-    A number that such a response lacks is at most 0, if the verifier has ever given it.
+    A number that such a response lacks is at most 0, if the verifier has ever given it to its data source.
 
     Args:
-        scores, failed: as for `lowest_given`.
-        before: the lowest number of each name in earlier steps.
+        scores, failed, sources: as for `lowest_given`.
+        before: of earlier steps.
     """
     wrong = failed & ~np.isnan(scores["score"])
     if not wrong.any():
         return dict(scores)
-    groups, found = lowest_given(scores, failed), {}
-    for name in dict.fromkeys([*scores, *before]):
+    lowest, found = [], {}
+    for source, numbers in lowest_given(scores, failed, sources):
+        lowest.append(updated_lowest({source: before.get(source, {})}, [(source, numbers)])[source])
+    for name in dict.fromkeys([*scores, *(name for numbers in lowest for name in numbers)]):
         values = scores.get(name, np.full(failed.shape, np.nan))
-        lowest = np.minimum(groups.get(name, np.inf), before.get(name, np.inf)) * np.ones(len(values))
-        lowest = np.broadcast_to(lowest[:, None], values.shape)
-        least = np.minimum(np.where(np.isnan(values), 0.0, values), lowest)
-        found[name] = np.where(wrong & np.isfinite(lowest), least, values)
+        least = np.array([numbers.get(name, np.inf) for numbers in lowest])[:, None]
+        lower = np.minimum(np.where(np.isnan(values), 0.0, values), least)
+        found[name] = np.where(wrong & np.isfinite(least), lower, values)
     return found
 
 
-def with_lowest(experience: Experience, before: Mapping[str, float]) -> Experience:
+def with_lowest(experience: Experience, prompts: PromptSet, before: Lowest) -> Experience:
     """`experience`, before a reward model's scores are mixed in, with the scores of `lowered`."""
-    return experience.with_scores(**lowered(experience.scores, experience.failed, before))
+    sources = sources_of(experience, prompts)
+    return experience.with_scores(**lowered(experience.scores, experience.failed, sources, before))
+
+
+def sources_of(experience: Experience, prompts: PromptSet) -> list[str]:
+    """The data source [Q] of each group."""
+    return [prompts.rows[row].data_source for row in experience.rows]

@@ -18,7 +18,7 @@ from dapo_jax.monitor.bars import bar
 from dapo_jax.monitor.statistics import HELD_OUT, evaluation_metrics, length_metrics
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import SharedFailure
-from dapo_jax.rewards.lowest import lowered
+from dapo_jax.rewards.lowest import lowered, lowest_given, updated_lowest
 from dapo_jax.rewards.pipeline import RewardPipeline
 from dapo_jax.rewards.scoring import mixed
 from dapo_jax.rewards.verification import total_failure
@@ -99,7 +99,8 @@ def evaluate(
                 if verdicts_needed or most < 1:
                     raise SharedFailure(failure)
                 logger.warning("%s", failure)
-            measured = _Measured.join(batches, held_out.rewards.settings.model)
+            sources = [row.data_source for row in task.prompts.rows]
+            measured = _Measured.join(batches, sources, held_out.rewards.settings.model)
             metrics |= _task_metrics(held_out, prefix, task, measured)
     return metrics | {f"{prefix}/num_errors": num_errors, f"{prefix}/num_missing": num_missing}
 
@@ -135,10 +136,13 @@ class _Measured:
         return cls(scores, experience.failed, experience.answers, experience.lengths, whole)
 
     @classmethod
-    def join(cls, parts: "Sequence[_Measured]", model: RewardModelConfig) -> "_Measured":
-        """All batches. A response that made its verifier fail has the lowest score of any response to the task set.
+    def join(cls, parts: "Sequence[_Measured]", sources: Sequence[str], model: RewardModelConfig) -> "_Measured":
+        """All batches. A response that made its verifier fail has the lowest score of any to its data source.
 
         As in training, only then a reward model's score is mixed in.
+
+        Args:
+            sources: [Q] of data, of all rows.
         """
         names = dict.fromkeys(name for part in parts for name in part.scores)
         absent = [np.full(part.lengths.shape, np.nan) for part in parts]
@@ -148,12 +152,9 @@ class _Measured:
         }
         answers = [row for part in parts for row in part.answers]
         failed = np.concatenate([part.failed for part in parts])
-        given = {name: values.reshape(1, -1) for name, values in scores.items() if name != "reward_model"}
-        least = scores | lowered(given, failed.reshape(1, -1), {})
-        scores = {
-            name: np.where(np.isnan(values), np.nan, least[name].reshape(values.shape))
-            for name, values in scores.items()
-        }
+        given = {name: values for name, values in scores.items() if name != "reward_model"}
+        least = scores | lowered(given, failed, sources, updated_lowest({}, lowest_given(given, failed, sources)))
+        scores = {name: np.where(np.isnan(values), np.nan, least[name]) for name, values in scores.items()}
         if "reward_model" in scores:
             scores["score"] = mixed(scores["score"], scores["reward_model"], model)
         lengths, whole = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "whole"))

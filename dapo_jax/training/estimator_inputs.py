@@ -1,7 +1,6 @@
 """Host: what some advantage estimators need besides rewards: prompts with a hint, rewards of greedy responses."""
 
 import functools
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,21 +13,21 @@ from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.parallel.processes import SharedFailure
-from dapo_jax.rewards.lowest import with_lowest
+from dapo_jax.rewards.lowest import Lowest, with_lowest
 from dapo_jax.rewards.verification import total_failure
 from dapo_jax.rollout.sampling import BASELINE, Sampling
 from dapo_jax.run.parts import Run
 
-NOTHING: Mapping[str, float] = MappingProxyType({})
+NOTHING: Lowest = MappingProxyType({})
 
 
 def estimator_inputs(
-    run: Run, experience: Experience, models: Models, lowest: Mapping[str, float] = NOTHING
+    run: Run, experience: Experience, models: Models, lowest: Lowest = NOTHING
 ) -> tuple[dict[str, Any], int]:
     """`hinted` and `baselines` of `make_batch`, each None unless the run's estimator needs it; tokens sampled for them.
 
     Args:
-        lowest: of each number that the verifier has given.
+        lowest: numbers that the verifier has given.
     """
     estimator = named_estimator(run.config.algorithm.adv_estimator)
     baselines, tokens = None, 0
@@ -44,9 +43,7 @@ def hinted(run: Run, experience: Experience) -> list[list[int]]:
     return hinted_prompts([rows[row] for row in experience.rows], run.sampler.tokenizer, run.config.data)
 
 
-def greedy_rewards(
-    run: Run, experience: Experience, models: Models, lowest: Mapping[str, float]
-) -> tuple[np.ndarray, int]:
+def greedy_rewards(run: Run, experience: Experience, models: Models, lowest: Lowest) -> tuple[np.ndarray, int]:
     """The reward [Q, G] of the most likely response to each response's prompt (ReMax); NaN without a verdict on it.
 
     Also returns the tokens of these responses.
@@ -63,6 +60,6 @@ def greedy_rewards(
         greedy = run.sampler.sample(request, prompts, numbers, verify, row_of.__getitem__)
         if failure := total_failure([greedy.outcomes], "the most likely responses", run.config.reward.max_error_share):
             raise SharedFailure(failure)
-        shaped = run.rewards.shape(with_lowest(greedy, lowest), prompts)
+        shaped = run.rewards.shape(with_lowest(greedy, prompts, lowest), prompts)
     rewards = shaped.scores["seq_reward"].astype(np.float32)
     return np.repeat(rewards, experience.finished.shape[1], axis=1), greedy.num_tokens

@@ -92,16 +92,25 @@ def saved_arrays(state: RunState, prompts: PromptSet | None = None) -> dict[str,
         "engine": state.engine,
     }
     if stream.lowest:
-        arrays["lowest"] = {name: np.array(value) for name, value in stream.lowest.items()}
+        arrays["lowest_given"] = _as_bytes(stream.lowest)
     if stream.carried is not None:
         arrays["carried"] = to_arrays(stream.carried, prompts)
     if stream.begun is not None:
         arrays["begun"] = to_arrays(stream.begun, prompts)
     if ahead is not None:
-        numbers = json.dumps([ahead.metrics, ahead.num_kept, ahead.num_evaluated])
+        numbers = _as_bytes([ahead.metrics, ahead.num_kept, ahead.num_evaluated])
         groups = {} if ahead.experience is None else {"experience": to_arrays(ahead.experience, prompts)}
-        arrays["ahead"] = {"numbers": np.frombuffer(numbers.encode(), np.uint8), **groups}
+        arrays["ahead"] = {"numbers": numbers, **groups}
     return arrays
+
+
+def _as_bytes(value: Any) -> np.ndarray:
+    """The JSON of a value, uint8."""
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def _from_bytes(array: Any) -> Any:
+    return json.loads(np.asarray(array).tobytes())
 
 
 def restored_arrays(
@@ -119,11 +128,11 @@ def restored_arrays(
         history=History(**{name: np.asarray(arrays.get(name, value)) for name, value in history.items()}),
         carried=experience(arrays, "carried"),
         begun=experience(arrays, "begun"),
-        lowest={name: float(value) for name, value in arrays.get("lowest", {}).items()},
+        lowest=_from_bytes(arrays["lowest_given"]) if "lowest_given" in arrays else {},
     )
     if "ahead" not in arrays:
         return stream, None
-    metrics, num_kept, num_evaluated = json.loads(np.asarray(arrays["ahead"]["numbers"]).tobytes())
+    metrics, num_kept, num_evaluated = _from_bytes(arrays["ahead"]["numbers"])
     return stream, Collected(experience(arrays["ahead"], "experience"), metrics, num_kept, num_evaluated)
 
 

@@ -33,7 +33,7 @@ from dapo_jax.monitor.kept_batches import GROUPS, Arrays
 from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms
-from dapo_jax.rewards.lowest import lowest_given, with_lowest
+from dapo_jax.rewards.lowest import Lowest, lowest_given, sources_of, with_lowest
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run.parts import Run
 from dapo_jax.run.progress import Progress, advance, is_finite, recomputes
@@ -130,15 +130,16 @@ def accumulate(rollout: GroupRollout, judged: Callable[[Experience], Round], fou
     return accept(found, rollout.sampled)
 
 
-def judge(run: Run, groups: Experience, *, lowest: Mapping[str, float], kl_coef: float) -> Round:
+def judge(run: Run, groups: Experience, *, lowest: Lowest, kl_coef: float) -> Round:
     """Turns verdicts into rewards (equation 13), and marks the groups to keep (equation 11).
 
     Args:
-        lowest: of each number that the verifier has given in earlier steps.
+        lowest: numbers that the verifier has given in earlier steps.
     """
-    given = lowest_given(groups.scores, groups.failed)
-    groups = with_lowest(groups, lowest)
-    groups = run.rewards.shape(groups, run.problems.train_set)  # reward model, soft overlong punishment
+    prompts = run.problems.train_set
+    given = lowest_given(groups.scores, groups.failed, sources_of(groups, prompts))
+    groups = with_lowest(groups, prompts, lowest)
+    groups = run.rewards.shape(groups, prompts)  # reward model, soft overlong punishment
     if run.config.algorithm.use_kl_in_reward:
         groups = penalize_kl(run.learner, groups, kl_coef)
     with run.monitor.stage("filter"):
@@ -154,7 +155,7 @@ def train_on(
     progress: Progress,
     step: int,
     *,
-    lowest: Mapping[str, float] = NOTHING,
+    lowest: Lowest = NOTHING,
     hold_batch: HoldBatch = lambda step, arrays, *, finite: None,
 ) -> tuple[Models, Finish]:
     """Advantages of the accepted groups (equation 9), then all updates on them; without groups, nothing.
@@ -163,7 +164,7 @@ def train_on(
     histograms.
 
     Args:
-        lowest: of each number that the verifier has given.
+        lowest: numbers that the verifier has given.
     """
     if experience is None:
         return models, lambda: ({}, {})

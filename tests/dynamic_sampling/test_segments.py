@@ -150,7 +150,7 @@ def test_the_policy_of_each_token_follows_from_its_place():
 
 def test_a_restart_between_two_steps_changes_nothing():
     """Carried groups, groups under way and all else that a stream knows go through a checkpoint's arrays."""
-    whole, before = run(12), dataclasses.replace(run(5)[-1][0].state, lowest={"score": -2.0})
+    whole, before = run(12), dataclasses.replace(run(5)[-1][0].state, lowest={"sums/1": {"score": -2.0}})
     assert before.begun is not None and before.carried is not None
     prompts = PromptSet([], [[1]] * NUM_ROWS)
     state, _ = restored_arrays(saved_arrays(RunState(None, None, before, {})), prompts, character_tokenizer())

@@ -19,6 +19,7 @@ from dapo_jax.config.sections import (
 )
 from dapo_jax.data.experience import concatenate, from_arrays, to_arrays
 from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, filtered_counts
 from dapo_jax.learner.batch import make_batch
@@ -37,6 +38,7 @@ from dapo_jax.training.step import sample_batch
 
 NAN = float("nan")
 NO_BUFFER = OverlongBufferConfig()
+SUMS = PromptSet([PromptRow("p", "sums", "1", {})] * NUM_ROWS, [[1]] * NUM_ROWS)
 KL = {
     "algorithm.use_kl_in_reward": True,
     "algorithm.filter_groups.metric": "seq_final_reward",
@@ -105,28 +107,35 @@ def test_a_checkpoint_keeps_what_is_missing_and_an_older_one_misses_nothing():
 def test_a_time_out_of_a_function_of_minus_1_and_1_is_not_favoured():
     """It had a score of 0: more than a wrong answer, -1."""
     groups = groups_of([[1, -1, 0, -1], [1, 1, 0, 1]], failed=[[0, 0, 1, 0], [0, 0, 1, 0]])
-    score = with_lowest(groups, {}).scores["score"]
+    score = with_lowest(groups, SUMS, {}).scores["score"]
     assert score[0].tolist() == [1, -1, -1, -1] and score[1].tolist() == [1, 1, 0, 1]
-    later = with_lowest(groups, {"score": -3.0, "acc": -1.0, "form": -0.5})
+    later = with_lowest(groups, SUMS, {"sums": {"score": -3.0, "acc": -1.0, "form": -0.5}, "others": {"score": -9.0}})
     assert later.scores["score"][:, 2].tolist() == [-3, -3] and later.scores["acc"][:, 2].tolist() == [-1, -1]
     np.testing.assert_array_equal(later.scores["form"], [[NAN, NAN, -0.5, NAN]] * 2)
-    assert with_lowest(groups_of([[1, NAN, 1]]), {"score": -3.0}).scores["score"][0, 0] == 1, "no verdict, no score"
+    assert with_lowest(groups_of([[1, NAN, 1]]), SUMS, {"sums": {"score": -3.0}}).scores["score"][0, 0] == 1, (
+        "no verdict"
+    )
 
 
 def test_what_is_counted_of_an_episode_is_not_lowered():
     """A reward function that failed on an episode of five turns had it count two, the fewest of its group."""
     counted = {name: np.array([[2.0, 5.0]]) for name in ("num_turns", "observation_tokens")}
     groups = groups_of([[1, 0]], failed=[[0, 1]]).with_scores(**counted)
-    found = with_lowest(groups, {}).scores
+    found = with_lowest(groups, SUMS, {}).scores
     assert all(found[name].tolist() == [[2.0, 5.0]] for name in counted)
-    assert {*lowest_given(groups.scores, groups.failed)} == {"score", "acc"}
+    assert lowest_given(groups.scores, groups.failed, ["sums"]) == [("sums", {"score": 1.0, "acc": 1.0})]
 
 
 def judged(numbers, acc_of):
     groups = groups_of([acc_of(number) for number in numbers])
     groups = dataclasses.replace(groups, numbers=np.array(numbers), rows=np.array(numbers))
     keep = np.nanmax(groups.scores["acc"], axis=1) > np.nanmin(groups.scores["acc"], axis=1)
-    return Round(groups, keep, np.zeros(len(keep)), lowest_given(groups.scores, groups.failed))
+    return Round(
+        groups,
+        keep,
+        np.zeros(len(keep)),
+        lowest_given(groups.scores, groups.failed, ["ab"[number % 2] for number in numbers]),
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 7])
@@ -136,7 +145,7 @@ def test_history_and_lowest_scores_follow_from_the_groups_up_to_the_cut_alone(si
     rollout = MadeUp(lambda numbers: judged(numbers, lambda number: acc[number % 7]))
     accepted = accumulated(rollout, start(), **options_of(target=2, size=size))
     assert accepted.experience.numbers.tolist() == [0, 4] and accepted.state.next_prompt == 5
-    assert accepted.state.lowest == {"acc": -2.0, "score": -2.0}
+    assert accepted.state.lowest == {"a": {"acc": -2.0, "score": -2.0}, "b": {"acc": 0.0, "score": 0.0}}
     assert accepted.state.history.uniform_in_a_row[:7].tolist() == [0, 1, 0, 1, 0, 0, 0]
     assert np.isnan(accepted.state.history.accuracy[2])
 
@@ -196,9 +205,9 @@ def test_an_evaluation_is_the_mean_over_verdicts_and_no_number_without_any():
     lengths = np.ones((1, 2)), np.ones((1, 2))
     parts = [_Measured({"score": np.array([[0.0, 1.0]])}, failed, [["", ""]], *lengths)]
     parts += [_Measured({"score": np.array([[-1.0, NAN]])}, ~failed, [["", ""]], *lengths)]
-    np.testing.assert_array_equal(
-        _Measured.join(parts, RewardModelConfig()).scores["score"], [[-1.0, 1.0], [-1.0, NAN]]
-    )
+    for sources, first in (("aa", -1.0), ("ab", 0.0)):  # what another data source gives is no measure
+        found = _Measured.join(parts, sources, RewardModelConfig()).scores["score"]
+        np.testing.assert_array_equal(found, [[first, 1.0], [-1.0, NAN]])
 
 
 def test_a_row_without_a_verdict_changes_no_number_of_the_others(tmp_path):

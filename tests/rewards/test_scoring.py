@@ -226,8 +226,8 @@ def test_an_evaluation_gives_a_failed_verification_what_training_does():
     groups = dataclasses.replace(EXPERIENCE, failed=failed, scores=scores, answers=[["", ""]] * 2)
     scorer: Any = LengthScorer(settings)
     evaluated = add_model_scores(groups, PROMPT_SET, scorer)
-    trained = add_model_scores(with_lowest(groups, {"score": -3.0}), PROMPT_SET, scorer)
-    found = _Measured.join([_Measured.of(evaluated, scores["score"])], settings)
+    trained = add_model_scores(with_lowest(groups, PROMPT_SET, {"task": {"score": -3.0}}), PROMPT_SET, scorer)
+    found = _Measured.join([_Measured.of(evaluated, scores["score"])], ["task"] * 2, settings)
     np.testing.assert_equal(found.scores, trained.scores)
     assert found.scores["score"][1, 1] == 2.0 * -3 + 0.5 * 14
 
