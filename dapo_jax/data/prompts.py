@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import grain
 import numpy as np
@@ -152,7 +153,7 @@ class PromptOrder:
     """An endless order of rows: prompt number q lies in epoch q // num_rows; each epoch has every row once.
 
     A mixture has such an order for each file, interleaved as evenly as the weights allow; an epoch is num_rows numbers.
-    A pure function of the arguments and q: any prompt is found directly, and nothing is saved.
+    A pure function of the arguments, `parts` and q: any prompt is found directly.
 
     Args:
         sizes: rows of each file of a mixture, in the order of the rows.
@@ -167,8 +168,7 @@ class PromptOrder:
         self.num_rows, self.sizes = num_rows, tuple(sizes) or (num_rows,)
         self._starts = np.cumsum([0, *self.sizes])
         self._files = [_endless(size, [seed, file], shuffle) for file, size in enumerate(self.sizes)]
-        exact = [Fraction(str(weight)) for weight in weights]
-        self.shares = [weight / sum(exact[file:]) for file, weight in enumerate(exact)]
+        self.parts: list[list[Any]] = [[0, list(weights)]]  # numbers from which on a mixture has these weights
 
     def row(self, q: int) -> int:
         """The row of prompt number `q`, counted from 0."""
@@ -178,11 +178,20 @@ class PromptOrder:
 
     def counts(self, q: int) -> list[int]:
         """How many of the first `q` numbers are of each file: its share of those that the files before it leave."""
-        counts = []
-        for share in self.shares:
-            counts.append(math.floor(q * share))
-            q -= counts[-1]
+        counts, ends = [0] * len(self.sizes), [first for first, _ in self.parts[1:]]
+        for (first, weights), end in zip(self.parts, [*ends, q], strict=True):
+            left, exact = max(min(q, end) - first, 0), [Fraction(str(weight)) for weight in weights]
+            for file, weight in enumerate(exact):
+                count = math.floor(left * weight / sum(exact[file:]))
+                counts[file], left = counts[file] + count, left - count
         return counts
+
+    def resumed(self, parts: Sequence[list[Any]], q: int) -> list[list[Any]]:
+        """The `parts` of a run that had these before prompt number `q`: each file goes on where it was."""
+        if parts and len(parts[-1][1]) == len(self.sizes):
+            now = self.parts[-1][1]
+            self.parts = [*parts, *([[q, now]] if parts[-1][1] != now else [])]
+        return self.parts
 
     def files(self, rows: np.ndarray) -> np.ndarray:
         """The file of each row."""

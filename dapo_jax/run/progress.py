@@ -39,6 +39,7 @@ class Progress:
     tokens_generated: int = 0
     tokens_trained: int = 0
     prompts: str = ""  # checksum of the training prompts
+    mixture: list[list[Any]] = field(default_factory=list)  # of data.mixture: PromptOrder.parts
     stream: str = ""  # checksum of what is saved besides the models
     arrays: dict[str, str] = field(default_factory=dict)  # checksum of each array of the models, by its path
     loaded: dict[str, Any] = field(default_factory=dict)  # identity of each model that is loaded, by its option

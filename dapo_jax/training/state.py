@@ -52,6 +52,7 @@ def first_state(run: Run) -> RunState:
         kl_coef_of=kl_coef_of(algorithm),
         unrecorded={"metrics": {}, "samples": [], "histograms": {}} if run.config.trainer.val_before_train else None,
         prompts=run.problems.train_set.checksum(),
+        mixture=run.problems.order.parts,
         loaded=loaded_models(run),
         held_out=run.held_out.checksum(),
         log_bytes=0,
@@ -164,7 +165,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     logger.warning("resuming after step %d of %s", origin.step, origin.directory)
     learnt = run.sampler.engine.learnt
     learnt.restore(arrays["engine"])
-    prompts = run.problems.train_set.checksum()
+    prompts, order = run.problems.train_set.checksum(), run.problems.order
     if progress.prompts not in ("", prompts):
         if own:
             raise InputError(
@@ -173,9 +174,10 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
                 "this one"
             )
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
-        progress = dataclasses.replace(without_best(progress), prompts=prompts, alarms={})
+        progress = dataclasses.replace(without_best(progress), prompts=prompts, mixture=order.parts, alarms={})
         return RunState(models, progress, _first_stream(run), learnt.state())
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
+    progress = dataclasses.replace(progress, mixture=order.resumed(progress.mixture, stream.next_prompt))
     check_sampling(run.config.data, run.config.rollout, run.config.algorithm, stream, ahead, sampled_at)
     if stream.begun:
         segments = Segments(run.config.rollout.segment_length, run.config.data.max_response_length)

@@ -196,3 +196,19 @@ def test_a_mixture_takes_of_each_file_what_its_weight_says_at_any_point():
     assert [again.row(q) for q in reversed(range(160))] == drawn[::-1]
     alone = PromptOrder(7, seed=3, shuffle=True)
     assert [row for row in drawn if row < 7][:30] == rows(alone, 0, 30), "the first file's order is that of it alone"
+
+
+def test_with_other_weights_each_file_of_a_mixture_goes_on_where_it_was():
+    """It jumped: to where it would be, had the weights always been these."""
+    sizes, parts = (7, 30), []
+    drawn = []
+    for weights, first in (((1, 1), 0), ((5, 1), 23), ((5, 1), 40), ((1, 3), 41)):
+        order = PromptOrder(37, seed=3, shuffle=True, sizes=sizes, weights=weights)
+        parts = order.resumed(parts, first)
+        drawn[first:] = rows(order, first, 80)
+    assert [first for first, _ in parts] == [0, 23, 41] and rows(order, 0, 80) == drawn
+    first, second = ([row for row in drawn if (row >= 7) == file] for file in (0, 1))
+    assert [len(first), len(second)] == order.counts(80) and sum(row < 7 for row in drawn[23:41]) == 15
+    assert first == rows(PromptOrder(7, seed=3, shuffle=True), 0, len(first))
+    assert len({*second[:30]}) == 30, "each row once in an epoch"
+    assert PromptOrder(37, seed=3, shuffle=True).resumed(parts, 80) == [[0, [1]]], "no mixture any more"
