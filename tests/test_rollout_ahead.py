@@ -135,6 +135,8 @@ def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch)
     assert_same_policy(models, ahead[1])
     assert rows_without_clock(tmp_path) == rows_without_clock(ahead[0])
     assert_same_checkpoint(tmp_path, ahead[0])
+    held = "4 groups of the checkpoint are trained on with the rewards that they were given"
+    assert held in (tmp_path / "train.log").read_text(), "whatever reward function the run has now"
 
 
 @pytest.mark.slow

@@ -240,7 +240,8 @@ def verdicts_of_rows(algorithm: AlgorithmConfig, experience: Experience, batch: 
         if missing := set(algorithm.gdpo_reward_keys) - set(experience.scores):
             raise InputError(
                 f"algorithm.gdpo_reward_keys has {', '.join(sorted(missing))}, which the verifier does not return: it "
-                f"must be among {', '.join(sorted(experience.scores))}; correct it"
+                f"must be among {', '.join(sorted(experience.scores))}; correct it (or give back the function that has "
+                "judged the groups of the checkpoint)"
             )
         parts = [rows_like(batch, np.nan_to_num(experience.scores[key])) for key in algorithm.gdpo_reward_keys]
         found["reward_parts"] = np.stack(parts, axis=-1).astype(np.float32)

@@ -178,6 +178,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         return RunState(models, progress, _first_stream(run), learnt.state())
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
     progress = dataclasses.replace(progress, mixture=order.resumed(progress.mixture, stream.next_prompt))
+    if held := sum(len(groups) for groups in (stream.carried, ahead and ahead.experience) if groups):
+        logger.warning("%d groups of the checkpoint are trained on with the rewards that they were given", held)
     check_sampling(run.config.data, run.config.rollout, run.config.algorithm, stream, ahead, sampled_at)
     if stream.begun:
         segments = Segments(run.config.rollout.segment_length, run.config.data.max_response_length)
