@@ -117,6 +117,16 @@ def test_columns_of_tasks_and_files_of_a_mixture_that_are_not_there_are_refused(
         read_problems(config_with("{}", **changes, **{"data.filter_overlong_prompts": True}), character_tokenizer())
 
 
+def test_sources_of_which_max_prompts_leaves_nothing_are_named(tmp_path, caplog):
+    files = [write_rows(tmp_path / "a.jsonl"), write_rows(tmp_path / "b.jsonl", "other")]
+    for most, named in ((1, True), (3, False)):
+        caplog.clear()
+        task = {"files": files, "max_prompts": most, "reward_function": "gsm8k"}
+        [*_, measured] = read_problems(config_with({"both": task}), character_tokenizer()).task_sets
+        assert len(measured.prompts) == most
+        assert ("max_prompts=1 leaves out all rows of other: raise it" in caplog.text) == named
+
+
 def test_a_row_without_a_hint_is_refused_before_it_is_drawn(tmp_path):
     rows = [*sums(1, 2), {**sums(3)[0], "reward_model": {"ground_truth": None}}]
     (tmp_path / "a.jsonl").write_text("".join(map(to_json_line, rows)))

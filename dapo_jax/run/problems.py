@@ -110,7 +110,7 @@ def read_problems(
     if environments is not None:
         train_rows = told(train_rows, environments)
         sets = {task: told(rows, environments) for task, rows in sets.items()}
-    sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
+    sets = {task: _first(task, rows) for task, rows in sets.items() if rows}
     auto = _stands_for_auto([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
 
     def chosen(function: str) -> str:
@@ -155,6 +155,19 @@ def _read_rows(
         return reasoning_gym_rows(data.reasoning_gym, seed)
     train_rows = dataclasses.replace(held_out, files=data.train_files).read() if training else []
     return train_rows, held_out.read() if data.val_files else []
+
+
+def _first(task: TaskOptions, rows: list[PromptRow]) -> list[PromptRow]:
+    """The rows that max_prompts leaves; the log names data sources of which it leaves none."""
+    chosen = rows if task.max_prompts < 0 else rows[: task.max_prompts]
+    left, sources = {row.data_source for row in chosen}, dict.fromkeys(row.data_source for row in rows)
+    if lost := [source for source in sources if source not in left]:
+        logger.warning(
+            "max_prompts=%d leaves out all rows of %s: raise it, or put them into evaluate.tasks",
+            task.max_prompts,
+            ", ".join(lost[:10]),
+        )
+    return chosen
 
 
 def _order(data: DataConfig, seed: int, files: Sequence[int]) -> PromptOrder:
