@@ -140,11 +140,12 @@ def any_process(*values: bool) -> list[bool]:
 
 
 def settle(arrays: Any) -> None:
-    """Waits for `arrays` on CPUs with several processes; does nothing elsewhere.
+    """Waits for `arrays` on several CPU devices; does nothing elsewhere.
 
-    On CPUs, collectives of programs that run at the same time can deadlock.
+    On CPUs, collectives of programs that run at the same time can deadlock: each device's part of one holds a thread
+    until all parts have begun, and there may be no thread left for the last.
     """
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+    if jax.device_count() > 1 and jax.default_backend() == "cpu":
         with waiting():
             jax.block_until_ready(arrays)
 
