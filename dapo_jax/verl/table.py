@@ -17,6 +17,7 @@ from dapo_jax.verl.values import (
     chat_template,
     correction,
     critic_warm_up,
+    distillation_form,
     filter_metric,
     fsdp_size,
     greedy,
@@ -33,8 +34,11 @@ from dapo_jax.verl.values import (
     router_replay,
     sampled,
     set_by_hand,
+    teacher,
+    teacher_weight,
     thresholds,
     token_budget,
+    tool_format,
     trackers,
     unless_by_sequence,
     unless_greedy,
@@ -80,6 +84,7 @@ BOTH, MODELS = f"{{{ACTOR},critic}}", f"{{{ARR},critic}}.model"
 CORRECTION = "algorithm.rollout_correction"
 MEGATRON = f"{BOTH}.megatron.override_transformer_config"
 OPTIMIZER = "lr,weight_decay,betas,min_lr_ratio,lr_scheduler_type"
+TEACHER, DISTILLED = "algorithm.distillation", "distillation.distillation_loss"
 BUFFERS = "{reward_model.overlong_buffer,reward_model.reward_kwargs.overlong_buffer_cfg,"
 BUFFERS += "reward.reward_kwargs.overlong_buffer_cfg}"
 NO_ENGINE = "the sampler is compiled with the trainer: no server to choose or set up"
@@ -183,6 +188,12 @@ HERE = (
     _actor("clip_ratio_high", "0.28 here"),
     _actor("clip_ratio_c", "10, as in the DAPO scripts; verl's default is 3"),
     Entry(f"{ACTOR}.{{tau_pos,tau_neg}}", "actor.policy_loss.{tau_pos,tau_neg}"),
+    Entry(
+        f"{ACTOR}.policy_loss.{{tau_pos,tau_neg}}",
+        "actor.policy_loss.{tau_pos,tau_neg}",
+        "meant; verl itself reads only tau_pos and tau_neg of the actor (1 and 1.05 unless set)",
+        by_hand=True,
+    ),
     _actor(
         "policy_loss.loss_mode",
         "verl always aggregates gspo, sapo and geo_mean by seq-mean-token-mean: set actor.loss_agg_mode too",
@@ -202,7 +213,7 @@ HERE = (
         "verl 0.7 with FSDP also if it is 0)",
         warm_up_share("actor"),
     ),
-    Entry(f"{ACTOR}.fsdp_config.optimizer_offload", "actor.optim.offload"),
+    Entry(f"{ACTOR}.{{fsdp_config,megatron,veomni}}.optimizer_offload", "actor.optim.offload"),
     Entry(
         f"{ACTOR}.fsdp_config.fsdp_size",
         "mesh.fsdp",
@@ -225,7 +236,7 @@ HERE = (
         "a number of training steps",
         warm_up_share("critic"),
     ),
-    Entry("critic.{fsdp,model.fsdp_config}.optimizer_offload", "critic.optim.offload"),
+    Entry("critic.{fsdp,model.fsdp_config,megatron,veomni}.optimizer_offload", "critic.optim.offload"),
     _same("algorithm.adv_estimator", "grpo unless set", advantage_estimator),
     _same("algorithm.{gamma,lam,norm_adv_by_std_in_grpo,use_kl_in_reward,kl_penalty}"),
     _same("algorithm.kl_ctrl.{type,kl_coef,horizon,target_kl}"),
@@ -305,6 +316,34 @@ HERE = (
     _same("trainer.logger", "console, tensorboard, wandb; metrics.jsonl is always written", trackers),
     _same("trainer.{project_name,experiment_name}", "for wandb"),
     Entry("{trainer.profile_steps,global_profiler.steps}", "trainer.profile_steps"),
+    Entry("distillation.teacher_models.*.model_path", f"{TEACHER}.path", "one teacher", teacher),
+    Entry(f"{DISTILLED}.loss_mode", f"{TEACHER}.form", "k1 is sampled; others differ", distillation_form),
+    Entry(f"{DISTILLED}.{{use_task_rewards,topk}}", f"{TEACHER}.{{use_task_rewards,top_k}}"),
+    Entry(f"{DISTILLED}.distillation_loss_coef", f"{TEACHER}.weight", "verl: if use_task_rewards", teacher_weight),
+    Entry(
+        f"{ROLLOUT}.multi_turn.max_assistant_turns",
+        "environment.max_turns",
+        "read with environment.path or environment.tools",
+        only_positive("environment.max_turns"),
+        by_hand=True,
+    ),
+    Entry(
+        f"{ROLLOUT}.multi_turn.format",
+        "environment.tool_format",
+        "auto, by the chat template, unless set to hermes, llama3 or json",
+        tool_format,
+        by_hand=True,
+    ),
+    _by_hand(
+        f"{ROLLOUT}.multi_turn.max_tool_response_length",
+        "environment.max_observation_length",
+        "in tokens, in verl in characters",
+    ),
+    _by_hand(
+        f"{ROLLOUT}.multi_turn.tool_response_truncate_side",
+        "environment.observation_truncation",
+        "the side that is cut, in verl the one that stays",
+    ),
 )
 
 NOT_NEEDED = (
@@ -385,6 +424,9 @@ NOT_NEEDED = (
         note="actor.optim.offload, actor.optim.moments_dtype",
     ),
     Entry("*_target_", note="hydra's class name"),
+    Entry("distillation.enabled", note="algorithm.distillation.path names the teacher"),
+    Entry("distillation.{n_gpus_per_node,nnodes,teacher_key}", note="one teacher, on the training mesh"),
+    Entry("distillation.teacher_models.*", note="one teacher, on the training mesh"),
 )
 
 NOT_HERE = (  # an option that changes a run, followed by options that are read only with it
@@ -449,8 +491,12 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
     _missing("reward_model.{reward_loop_source,reward_loop_module_path,reward_loop_class_name}", MANAGER, "register"),
     _missing("{reward_manager,reward.reward_manager}.{source,module.path}", MANAGER, "register"),
     Entry("{reward_manager,reward.reward_manager}.module.*", note=MANAGER),
-    _missing("distillation.enabled", "set algorithm.distillation.path to the teacher"),
-    Entry("distillation.*", note="algorithm.distillation has other options (algorithms.md)"),
+    _missing(f"{DISTILLED}.loss_max_clamp", "the divergence from the teacher is not clamped"),
+    _missing(f"{DISTILLED}.clip_ratio_low", "actor.clip_ratio_low holds", f"${{{ACTOR}.clip_ratio_low}}"),
+    _missing(f"{DISTILLED}.clip_ratio_high", "actor.clip_ratio_high holds", f"${{{ACTOR}.clip_ratio_high}}"),
+    Entry(f"{DISTILLED}.{{clip_ratio,policy_loss_mode}}", note="vanilla, with a low and a high ratio, as in verl"),
+    Entry(f"{DISTILLED}.use_policy_gradient", note="algorithm.distillation.form decides"),
+    Entry(f"{DISTILLED}.log_prob_min_clamp", note="only a loss_mode of top k reads it in verl"),
     _missing("trainer.val_only", "use python -m dapo_jax.evaluate"),
     _missing("async_training.*", "trainer.rollout_ahead=1 samples while training"),
     _missing(

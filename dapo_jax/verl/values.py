@@ -261,6 +261,32 @@ def reward_model_path(value: Any, given: Values) -> dict[str, Any]:
     return {"reward.model.path": value}
 
 
+def teacher(value: Any, given: Values) -> dict[str, Any]:
+    if not given.get("distillation.enabled", True):
+        return {}
+    if sum(key.startswith("distillation.teacher_models.") and key.endswith(".model_path") for key in given) > 1:
+        raise InputError("there is one teacher: set algorithm.distillation.path to it")
+    return as_type_of("algorithm.distillation.path", value)
+
+
+def teacher_weight(value: Any, given: Values) -> dict[str, Any]:
+    alone = given.get("distillation.distillation_loss.use_task_rewards", True) is False  # verl does not read it then
+    return {} if alone else as_type_of("algorithm.distillation.weight", value)
+
+
+def distillation_form(value: Any, given: Values) -> dict[str, Any]:
+    if not given.get("distillation.enabled", True):
+        return {}
+    if value not in ("k1", "kl"):
+        raise InputError("form=sampled is k1, and form=top_k the reverse divergence over the policy's own top k")
+    return {"algorithm.distillation.form": "sampled"}
+
+
+def tool_format(value: Any, given: Values) -> dict[str, Any]:
+    plays = given.get(f"{ROLLOUT}.multi_turn.enable", True)
+    return {"environment.tool_format": value} if plays and value == "hermes" else {}
+
+
 def resume_mode(value: Any, given: Values) -> dict[str, Any]:
     return {"trainer.resume_mode": value} if value in ("auto", "disable") else {}
 

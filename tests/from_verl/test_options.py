@@ -45,6 +45,7 @@ WITH_A_PLUS = (  # options that a script adds to the trainer's config with +, an
     "actor_rollout_ref.rollout.limit_images",
     "{actor_rollout_ref,critic}.model.override_config.",
     "actor_rollout_ref.actor.policy_loss.*",
+    "actor_rollout_ref.actor.policy_loss.{tau_pos",
     "async_training.",
     "rollout.",
     "model_engine",

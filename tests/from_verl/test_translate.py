@@ -1,5 +1,6 @@
 """verl's training scripts become commands that this package accepts, with the same values."""
 
+import re
 import shlex
 import subprocess
 
@@ -13,7 +14,7 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, resolve_aliases
 from dapo_jax.tools.from_verl.from_verl import main
-from dapo_jax.tools.from_verl.translate import BASE, command, config_file, remarks, translate
+from dapo_jax.tools.from_verl.translate import BASE, EXACT, command, config_file, remarks, translate
 from dapo_jax.verl.options import converted, find
 from dapo_jax.verl.table import HERE
 
@@ -66,6 +67,9 @@ def test_what_a_script_becomes_is_in_the_file(name):
     assert all((entry := find(key)) is None or entry.ours or key in said for key in options)
     if not result.problems:
         assert read(result.values) == resolve_aliases(result.config())
+        exact = re.findall(r"(?<=[ ,])([\w.]+)=(\w+)", "".join(one for one in result.by_hand if "exactly as" in one))
+        validate(read(result.values | {key: EXACT[key] for key, _ in exact}))
+        assert not {key for key, _ in exact} & result.values.keys()
 
 
 def test_the_config_file_is_the_command(tmp_path):

@@ -15,13 +15,15 @@ from dapo_jax.hub.names import model_name
 from dapo_jax.tools.from_verl import defaults
 from dapo_jax.tools.from_verl.shell import UNKNOWN, Script
 from dapo_jax.verl.options import converted, find, flag, is_off, ours_of
-from dapo_jax.verl.values import ACTOR, TRACKERS, ByHand, as_type_of, parsed
+from dapo_jax.verl.values import ACTOR, ROLLOUT, TRACKERS, ByHand, as_type_of, parsed
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?|verl\.trainer\.main")  # the last is EasyR1's
 CONFIG_FILE = re.compile(r"--config-(name|path|dir)(=.*)?|-cn|-cp|-cd|config=.*")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # a reference to another option
-WINS = re.compile(r".*\.optim\.(override_optimizer_config\..*|warmup_style)")  # over the same option by another name
+WINS = re.compile(  # over the same option by another name
+    r".*\.(optim\.(override_optimizer_config\..*|warmup_style)|actor\.tau_\w+)"
+)
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
 ASSUMED = {  # verl's defaults that conversions read
     "trainer.n_gpus_per_node": 8,
@@ -30,6 +32,13 @@ ASSUMED = {  # verl's defaults that conversions read
     "data.max_response_length": 512,
     f"{ACTOR}.clip_ratio_low": 0.2,
     f"{ACTOR}.clip_ratio_high": 0.2,
+    f"{ROLLOUT}.multi_turn.enable": False,
+    "distillation.enabled": False,
+}
+EXACT = {  # as verl does it, where it is read
+    "algorithm.filter_groups.leftover": "discard",
+    "actor.old_logprob": "recompute",
+    "actor.count_empty_sequences": True,
 }
 BASE = freeze(defaults.get_config())
 
@@ -98,10 +107,8 @@ def translate(given: Mapping[str, str]) -> Translation:
         )
     if (name := model_name(str(result.values.get("model.path") or "."))) is not None:
         result.by_hand.append(f"model.path={name} is downloaded from the Hugging Face hub by the run")
-    result.by_hand.append(
-        "to behave exactly as verl, also set algorithm.filter_groups.leftover=discard, actor.old_logprob=recompute and "
-        "actor.count_empty_sequences=True"
-    )
+    if missing := _exact(result):
+        result.by_hand.append(f"to behave exactly as verl, also set {', '.join(missing)}")
     result.by_hand.sort()
     return result
 
@@ -114,12 +121,21 @@ def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("data.val_files"):
         validation = "actor_rollout_ref.rollout.val_kwargs"
         defaults |= {f"{validation}.n": 1, f"{validation}.temperature": 0.0}
+    if values.get("distillation.enabled"):
+        defaults["distillation.distillation_loss.loss_mode"] = "k3"
     if values.get("actor_rollout_ref.model.lora.rank"):
         defaults["actor_rollout_ref.model.lora.alpha"] = 32
     if values.get("algorithm.adv_estimator", "gae") == "gae":
         inherited = ("ppo_epochs", "loss_agg_mode")
         defaults |= {f"critic.{name}": values[key] for name in inherited if (key := f"{ACTOR}.{name}") in values}
     return defaults
+
+
+def _exact(result: Translation) -> list[str]:
+    """The options of EXACT that the config reads, and that are not set yet."""
+    config = with_values(BASE, EXACT | result.values)
+    off = EXACT if type_problems(config) else unread(resolve_aliases(config))
+    return [f"{key}={value}" for key, value in EXACT.items() if key not in {*off, *result.values}]
 
 
 def _take_unknown(key: str, text: str, result: Translation) -> None:
