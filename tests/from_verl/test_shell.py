@@ -175,7 +175,7 @@ show $A ${A%x} $C "$N" "$M" "$E" a_$(date +%F) "$D"
         'line 2: if [ -f "$B" ]; then: of files, only absolute paths are looked for',
         "line 6: $(hostname) is not run",
         "line 7: $(nproc) is not run",
-        'line 8: $(cd "$(dirname "$0")" && pwd) is not run',
+        'line 8: $(cd "$(dirname "$0")" && pwd) is not run: give it by --env F=VALUE',
         "line 11: < /etc/hostname is not read",
         'line 12: <<< "$A" is not read',
         "line 13: $(date +%F) is not run",

@@ -106,7 +106,8 @@ class Script:
         def unknown(match: re.Match[str], start: int = 0) -> str:
             if match[0].strip("$()` ") == "pwd":
                 return "$PWD"
-            skip(match, "run", start)
+            named = re.search(r"\$\{(\w+):?-\"?\Z", text[: start + match.start()])  # its default
+            skip(match, f"run: give it by --env {named[1]}=VALUE" if named else "run", start)
             return UNKNOWN + "\\\n" * match[0].count("\n")
 
         def replaced(match: re.Match[str]) -> str:
