@@ -172,7 +172,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Config, Recipe]:
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
         raise InputError(f"{error}: correct the command") from error
     if len(rest) > 1:
-        raise InputError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
+        raise InputError(f"unexpected arguments {rest[1:]}: options are written KEY=VALUE")
     lines = former_options(chosen.value)
     if recipe is None:
         return config, Recipe(path, sorted(keys), None, lines)

@@ -154,7 +154,9 @@ def _run_text(path: str) -> ConfigDict:
         if path not in known
     ]
     if unknown:
-        names = ", ".join(unknown[:10])
+        known = [".".join(path) for path in known]
+        meant = {name: did_you_mean(name, known) for name in unknown[:10]}
+        names = ", ".join(f"{name} ({cure})" if cure else name for name, cure in meant.items())
         raise InputError(f"{rule}, but has options unknown to dapo_jax {__version__}: {names}: correct the file")
     try:
         config.update(values)

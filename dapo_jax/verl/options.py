@@ -1,13 +1,12 @@
 """Host: the equivalents of verl's options, for the command line's messages and for `from_verl`."""
 
-import difflib
 import itertools
 import re
 import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, did_you_mean
 from dapo_jax.verl.table import EASYR1, HERE, NOT_HERE, NOT_NEEDED, Entry
 from dapo_jax.verl.values import as_type_of, parsed
 
@@ -104,15 +103,13 @@ def hint(option: str, keys: Collection[str]) -> str | None:
     if key in keys:
         if option.startswith("-") and not given["plus"]:
             return None
-        return f"{option}: options are written --config.KEY=VALUE: write {_with_value(key, text)}"
+        return f"{option}: options are written KEY=VALUE: write {_with_value(key, text)}"
     about = _about(key, text, keys)
     if about:
         return f"{option}: {about}"
     if option.startswith("-") and not given["plus"]:
         return None
-    return (
-        f"{option}: options are written --config.KEY=VALUE, and there is no key {key}: docs/configuration.md lists them"
-    )
+    return f"{option}: there is no key {key}: {did_you_mean(key, keys) or 'docs/configuration.md lists them'}"
 
 
 def _about(key: str, text: str | None, keys: Collection[str]) -> str | None:
@@ -123,8 +120,8 @@ def _about(key: str, text: str | None, keys: Collection[str]) -> str | None:
     if name is None and stripped in keys:
         return f"{key} is {stripped} here: write {_with_value(stripped, text)}"
     if name is None:
-        close = difflib.get_close_matches(stripped, keys) if stripped != key else []
-        return f"there is no key {key}: did you mean {' or '.join(close)}?" if close else None
+        meant = did_you_mean(stripped, keys) if stripped != key else ""
+        return f"there is no key {key}: {meant}" if meant else None
     entry, ours = find(name), ours_of(name)
     assert entry is not None
     whose = "EasyR1's" if entry in EASYR1 else "verl's"

@@ -66,6 +66,7 @@ FOR_EXAMPLE = "give a recipe (`dapo-jax configs` lists them), for example --conf
     [
         (["--config.unknown=1"], ["--config.unknown=1: there is no key unknown: dapo_jax/config/sections.py lists"]),
         (["--config.actor.clip_ratio_lo=1"], ["no key actor.clip_ratio_lo: did you mean actor.clip_ratio_low"]),
+        (["trainer.test_frq=1"], ["there is no key trainer.test_frq: did you mean trainer.test_freq"]),
         (["--config.rolout.n=4"], ["there is no key rolout.n: did you mean rollout.n"]),
         (["--config.rollout.nn=4", "--config.sead=1"], ["there is no key rollout.nn", "did you mean seed?"]),
         (["--config.rollout.n=many"], ["--config.rollout.n=many", "invalid literal", "correct the command"]),
@@ -75,7 +76,7 @@ FOR_EXAMPLE = "give a recipe (`dapo-jax configs` lists them), for example --conf
         (["--config.rollout.n=null"], ["--config.rollout.n=null", "correct the command"]),
         (["--confg.seed=1"], ["'confg.seed'", "correct the command"]),
         (["--config.seed"], ["Missing value for flag --config.seed", "correct the command"]),
-        (["stray"], ["unexpected arguments ['stray']: options are written --config.key=value"]),
+        (["stray"], ["unexpected arguments ['stray']: options are written KEY=VALUE"]),
         (
             ["--config.data.shuffle=maybe", f"--config.{FILTER}.enable="],
             [
