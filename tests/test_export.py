@@ -270,6 +270,11 @@ def test_adapters_are_merged_or_written_alone_with_the_names_that_peft_reads(tmp
     save_checkpoint(plain)
     with pytest.raises(ValueError, match="--adapter needs a run with adapters"):
         export(plain, tmp_path / "none", adapter=True)
+    drawn = small_config(tmp_path / "drawn", **lora)
+    save_checkpoint(drawn)
+    with pytest.raises(ValueError, match="--adapter: a random model has no files that PEFT could load: export the"):
+        export(drawn, tmp_path / "none", adapter=True)
+    assert not [*tmp_path.glob("none*")]
 
 
 @pytest.mark.parametrize("options", [{}, {"model.lora.rank": 2}])

@@ -191,16 +191,13 @@ def write_policy(
         saved: see `with_base`.
     """
     lora, shown = lora_of(config.model.lora, arch), shows_progress(config.trainer, config.monitor)
+    if adapter:
+        _check_base(config.model.path)
     with output_directory(output) as directory:
         if card is not None:
             (directory / "README.md").write_text(card, encoding="utf-8")
         if adapter:
             assert lora is not None
-            if takes_images(model_at(first_model(config.model.path), weights=False)):
-                raise InputError(
-                    f"--adapter: PEFT would look for the adapters of the text part of {config.model.path} in the whole "
-                    "model: export the merged model, without --adapter"
-                )
             if is_first():
                 _write_json(directory / "adapter_config.json", _adapter_config(config.model.path, lora))
             write = functools.partial(write_safetensors, name="adapter_model")
@@ -218,6 +215,17 @@ def write_policy(
         whole = with_base(config, arch, mesh, params, saved).params
         parts = functools.partial(write_whole, source=images_from, arch=arch) if images_from else write_safetensors
         _write(directory, weight_table(arch), whole, dtype, parts, shown=shown)
+
+
+def _check_base(path: str) -> None:
+    """InputError if PEFT could not put adapters of model.path=`path` on it."""
+    first, cure = first_model(path), "export the merged model, without --adapter"
+    if first == RANDOM:
+        raise InputError(f"--adapter: a random model has no files that PEFT could load: {cure}")
+    if takes_images(model_at(first, weights=False)):
+        raise InputError(
+            f"--adapter: PEFT would look for the adapters of the text part of {path} in the whole model: {cure}"
+        )
 
 
 def _adapter_config(path: str, lora: Lora) -> dict[str, Any]:
