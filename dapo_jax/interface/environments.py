@@ -1,7 +1,7 @@
 """Host: Python classes and functions as the environment and the tools of a run."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,15 +40,26 @@ def with_environment(config: Config, environment: Environment | None, tools: Seq
     return with_values(config, values) if values else config
 
 
+def listed(prompts: Any) -> list[Prompt]:
+    """Prompts as a list. InputError if there are none, or if one is neither text nor a list of messages."""
+    found = [] if isinstance(prompts, str | Mapping) or not isinstance(prompts, Collection) else list(prompts)
+    chats = [prompt if isinstance(prompt, Collection) else () for prompt in found if not isinstance(prompt, str)]
+    if not found or not all(len(chat) and all(isinstance(part, Mapping) for part in chat) for chat in chats):
+        raise InputError("prompts must be a list of texts, or of lists of chat messages, and not empty: correct it")
+    return found
+
+
 def beginnings(prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]] | None, *, plays: bool) -> list[PromptRow]:
     """Prompts as the rows of a file, with these further columns.
 
     Args:
         plays: whether an environment is there to read the columns.
     """
-    if rows is not None and not (plays and len(rows) == len(prompts)):
+    given = list(rows) if isinstance(rows, Collection) else []
+    dicts = sum(isinstance(row, Mapping) for row in given)
+    if rows is not None and not (plays and dicts == len(given) == len(prompts)):
         raise InputError(
-            f"rows has {len(rows)} dicts of columns, which must be one for each of {len(prompts)} prompts and go with "
+            f"rows has {dicts} dicts of columns, which must be one for each of {len(prompts)} prompts and go with "
             "an environment: correct it, or leave it out"
         )
     return [

@@ -22,7 +22,7 @@ from dapo_jax.environments.episodes import told
 from dapo_jax.errors import InputError
 from dapo_jax.export.export import whole_model, write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
-from dapo_jax.interface.environments import Environment, Tool, beginnings, with_environment
+from dapo_jax.interface.environments import Environment, Tool, beginnings, listed, with_environment
 from dapo_jax.interface.samples import Prompt, Samples, comparing_groups, given_advantages
 from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of, with_those_of_batch
 from dapo_jax.learner.learner import update
@@ -132,6 +132,7 @@ class Policy:
             raise InputError(
                 f"max_tokens={max_tokens} does not go with an environment: leave it out, or set environment.max_turns"
             )
+        prompts = listed(prompts)
         given = beginnings(prompts, rows, plays=plays)
         tokens = self._tokenize(prompts)
         sampling = Sampling.create(
@@ -148,14 +149,14 @@ class Policy:
                 config = dataclasses.replace(self.config, environment=self._environment)
                 config = with_environment(config, environment, tools)
                 groups = self._episodes(config, weights, given, numbers, n, sampling)
-                return Samples(list(prompts), groups, temperature)
+                return Samples(prompts, groups, temperature)
             request = self._sampler.request(weights, n, TRAIN, sampling)
             limits = None if max_tokens is None else np.full(len(tokens) * n, max_tokens)
             rollout = self._sampler.engine.generate(tokens, numbers, request, limits=limits)
         responses = zip(rollout.responses, rollout.mask, strict=True)
         texts = [self.tokenizer.decode(tokens[kept].tolist()) for tokens, kept in responses]
         groups = groups_of(rollout, tokens, list(numbers), list(numbers), texts, self.steps)
-        return Samples(list(prompts), groups, temperature)
+        return Samples(prompts, groups, temperature)
 
     def _episodes(
         self,
@@ -290,8 +291,6 @@ class Policy:
 
     def _tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         data = self.config.data
-        if isinstance(prompts, str) or not prompts or any(isinstance(prompt, dict) for prompt in prompts):
-            raise InputError("prompts must be a list of texts, or of lists of chat messages, and not empty: correct it")
         tokens = self.tokenizer.encode_prompts(prompts, data)
         longest = max(map(len, tokens), default=0)
         if not all(tokens) or longest > data.max_prompt_length:

@@ -133,9 +133,12 @@ def test_what_does_not_fit_is_refused(policy):
     for arguments in ({"n": 0}, {"max_tokens": 0}, {"max_tokens": 5}, {"temperature": -1.0}):
         with pytest.raises(dx.InputError, match="at least"):
             policy.generate(["1 + 2 ="], **arguments)
-    for prompts in ("1 + 2 =", [], [{"role": "user", "content": "1 + 2 ="}]):
+    for prompts in ("1 + 2 =", [], [{"role": "user", "content": "1 + 2 ="}], [1], [None], 1, [[]], [["user"]]):
         with pytest.raises(dx.InputError, match="a list of texts"):
             policy.generate(prompts)
+    for rows in (1, [1], [{}, {}]):
+        with pytest.raises(dx.InputError, match="dicts of columns, which must be one for each of 1 prompts"):
+            policy.generate(SUMS[:1], rows=rows, tools=[print])
     for prompt in ("", "1" * 40):
         with pytest.raises(dx.InputError, match="from 1 to data.max_prompt_length=16"):
             policy.generate([prompt])
