@@ -98,9 +98,14 @@ def source_name(entry: str) -> str:
 
 
 def source_names(entries: Sequence[str]) -> list[str]:
-    """A name for each entry of data.train_files: its `source_name`, with the place of the entry if several share it."""
+    """A name for each entry of data.train_files: its `source_name`, with the place of the entry if several share it.
+
+    All have their places if one of these is the name of another.
+    """
     names = [source_name(entry) for entry in entries]
-    return [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names, start=1)]
+    placed = [f"{name}_{place}" for place, name in enumerate(names, start=1)]
+    found = [name if names.count(name) == 1 else other for name, other in zip(names, placed, strict=True)]
+    return found if len({*found}) == len(found) else placed
 
 
 def _described(path: Path | epath.Path, faults: Sequence[tuple[int, Any, Problem]], num_read: int) -> list[str]:
@@ -158,6 +163,8 @@ def arrow_records(batch: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
 def _as_written(kind: pa.DataType, value: Any) -> Any:
     if isinstance(value, dict):
         return value | {field.name: _as_written(field.type, value[field.name]) for field in kind}
+    if isinstance(value, tuple):  # a key of a map, and its value
+        return tuple(_as_written(field.type, part) for field, part in zip(kind, value, strict=True))
     if isinstance(value, list):
         return [_as_written(kind.field(0).type, part) for part in value]
     narrow = pa.types.is_float16(kind) or pa.types.is_float32(kind)

@@ -74,5 +74,6 @@ def test_a_template_reaches_columns_alone():
 def test_sources_are_named_after_files(file):
     entries = ["x/a.csv", "y/a.jsonl", "hf://openai/gsm8k/main/train", "b-00001-of-00002.parquet"]
     assert source_names(entries) == ["a_1", "a_2", "openai/gsm8k", "b"]
+    assert source_names(["x/a.csv", "y/a.jsonl", "a_1.csv"]) == ["a_1", "a_2", "a_1_3"], "no name twice"
     with pytest.raises(ValueError, match="data_source is missing"):
         read_prompt_files([file([{"question": "1", "answer": 1}])], ANSWERED)

@@ -92,14 +92,14 @@ def test_numeric_ground_truth_of_parquet_becomes_its_shortest_text(tmp_path, kin
 
 def test_numbers_of_few_bits_read_as_written_everywhere(tmp_path, jsonl):
     kind = pa.struct([("x", pa.list_(pa.float32()))])
-    table = pa.table(
-        {"number": pa.array([0.1], pa.float32()), "nested": pa.array([[{"x": [0.1, None]}]], pa.list_(kind))}
-    )
+    pairs = pa.array([[("a", [0.1])]], pa.map_(pa.string(), pa.list_(pa.float32())))
+    nested = pa.array([[{"x": [0.1, None]}]], pa.list_(kind))
+    table = pa.table({"number": pa.array([0.1], pa.float32()), "nested": nested, "map": pairs})
     pq.write_table(table, tmp_path / "a.parquet")
     columns = Columns(prompt_template="{number} {nested.0.x.0}", answer_key="nested.0.x")
     [row] = read_prompt_files([str(tmp_path / "a.parquet")], columns, names_sources=True)
     assert (row.question, row.ground_truth) == ("0.1 0.1", [0.1, None])
-    assert row.extra_info == {"number": 0.1, "nested": [{"x": [0.1, None]}]}
+    assert row.extra_info == {"number": 0.1, "nested": [{"x": [0.1, None]}], "map": [("a", [0.1])]}
     given = [np.float32(0.1), np.array([[0.1, np.inf]], np.float16), np.float64(0.1), np.arange(2)]
     assert [plain(value) for value in given] == [0.1, [[0.1, np.inf]], 0.1, [0, 1]]
 
