@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from small_run import small_config, sums
@@ -11,6 +14,7 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.monitor.records import to_json_line
+from dapo_jax.run.held_out import HeldOut
 from dapo_jax.run.problems import TaskSet, read_problems
 from dapo_jax.training.summary import results
 
@@ -155,3 +159,30 @@ def test_a_name_or_a_source_that_does_not_fit_is_refused(tmp_path):
         read_problems(config_with(foreign), character_tokenizer())
     foreign["other"]["reward_function"] = "gsm8k"
     read_problems(config_with(foreign), character_tokenizer())
+
+
+def test_accuracies_under_another_judge_environment_or_format_are_not_compared():
+    def checksum(*, plays=False, **changes):
+        config = config_with("{}", **changes)
+        environments = SimpleNamespace(settings=config.environment) if plays else None
+        sampler: Any = SimpleNamespace(stop=(), environments=environments)
+        rewards: Any = SimpleNamespace(settings=config.reward, max_response_length=4, judge=object())
+        return HeldOut((), sampler, rewards, False, False, False, nullcontext).checksum()
+
+    others = {
+        "reward.judge.threshold": 0.9,
+        "reward.judge.model": "another",
+        "reward.format.pattern": "a+",
+        "reward.error_score": -1.0,
+        "reward.keep_special_tokens": True,
+        "reward.model.weight": 0.1,
+    }
+    assert len({checksum(), *(checksum(**{name: value}) for name, value in others.items())}) == 1 + len(others)
+    assert checksum(plays=True) != checksum(plays=True, **{"environment.max_turns": 1})
+    for name, value in (
+        ("reward.judge.timeout_s", 3.0),
+        ("reward.judge.base_url", "http://b"),
+        ("reward.num_workers", 3),
+    ):
+        assert checksum(**{name: value}) == checksum()
+    assert checksum(plays=True) == checksum(plays=True, **{"environment.num_workers": 5})

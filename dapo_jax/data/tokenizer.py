@@ -51,9 +51,12 @@ class Tokenizer:
         return [] if self.keeps_special else [text for tag, end in pairs if end in special for text in (tag, end)]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Special tokens in the text are recognised; none are added."""
+        """Token ids of `text`. Special tokens in the text are recognised; none are added.
+
+        A lone surrogate, which JSON can write, becomes a question mark.
+        """
         with without_panic(self.origin):
-            return self.backend.encode(text, add_special_tokens=False).ids
+            return self.backend.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. An id beyond the vocabulary, which a padded model may sample, has no text.

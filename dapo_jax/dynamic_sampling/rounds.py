@@ -64,7 +64,7 @@ def filter_groups(experience: Experience, options: FilterGroupsConfig, mesh: Mes
         raise InputError(
             f"algorithm.filter_groups.metric={metric!r} is not measured for every sample: choose one of "
             f"{sorted(name for name, values in available.items() if not _lacks_some(values, experience.failed))}, "
-            "or let the reward function return it"
+            "or let the reward function, or each step of the environment, return it"
         )
     measured = ~np.isnan(found)
     some = measured.any(axis=1)

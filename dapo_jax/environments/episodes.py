@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.data.experience import check_score_names
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.environments.pool import EnvironmentPool, Play
 from dapo_jax.environments.protocol import Description, Fault, Reply
@@ -115,7 +114,6 @@ def try_on(pool: EnvironmentPool, row: PromptRow, seed: int) -> list[Reply]:
     finally:
         for play in plays:
             pool.end(play)
-    check_score_names(name for reply in plays[0].replies for name in reply.numbers)
     if plays[0].replies != plays[1].replies:
         raise InputError(
             f"the environment says something else in a second episode for {row.origin} with the same seed: let it draw "

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from dapo_jax.config.derived import environment_classes
 from dapo_jax.config.sections import EnvironmentConfig
+from dapo_jax.data.experience import OWN_SCORES
 from dapo_jax.data.row_schema import plain
 from dapo_jax.environments.protocol import Description, Fault, Reply
 from dapo_jax.environments.worker import names_in
@@ -181,6 +182,9 @@ class EnvironmentPool:
                 f"{self._what} says something else when its turns are repeated with the same seed: let it draw from "
                 "the seed alone"
             )
+        names = {name for reply in replies for name in reply.numbers}
+        if taken := sorted(name for name in names if name in OWN_SCORES or "/" in name):
+            raise Fault(f"{self._what}: the info of step must not have {', '.join(taken)}, of the run alone: rename it")
         slot.held.add(play.number)
         return replies[-1]
 

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 EVALUATED = re.compile(r"eval/(.+)/finished_task_count")
 SCORED = re.compile(r"eval/(.+)/score/mean@\d+")
+JUDGED = ("model", "template", "extra_body", "max_score", "threshold", "max_tokens")  # what a judge's scores depend on
+LIMITS = {"num_workers", "timeout_s", "memory_limit_mb"}  # of an environment
 Receive = Callable[[TaskSet, Experience], None]
 
 
@@ -49,6 +51,13 @@ class HeldOut:
         """Equal where accuracies can be compared: for the same problems, sampled, scored and summed up alike."""
         places = {"files", "prompt_key", "max_prompts", "batch_size"}  # the problems that they lead to count
         found: list[Any] = [self.sampler.stop, self.rewards.max_response_length, self.bootstrapped]
+        reward, environments = self.rewards.settings, self.sampler.environments
+        found += [reward.error_score, reward.keep_special_tokens, reward.format.pattern]
+        found += [getattr(reward.model, name) for name in ("path", "weight", "function_weight")]
+        if self.rewards.judge is not None:
+            found += [getattr(reward.judge, name) for name in JUDGED]
+        if environments is not None:
+            found += [value for name, value in vars(environments.settings).items() if name not in LIMITS]
         for task in self.task_sets:
             options = {name: value for name, value in vars(task.options).items() if name not in places}
             found += [options, task.prompts.checksum()]

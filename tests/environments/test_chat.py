@@ -95,6 +95,13 @@ def test_a_long_observation_is_cut_on_the_stated_side_and_counted(side, kept):
     assert chat.cut([*said("abcd"), *said("xy")]) == ([*said(kept), *said("xy")], 1)
 
 
+def test_a_lone_surrogate_of_an_observation_is_a_question_mark():
+    """A model can write one in a call, whose name the observation repeats: the run ended, and so did each rerun."""
+    chat = chat_of("chatml", max_observation_length=9)
+    assert chat.continuation(said("no \ud83d"), ended=True) == chat.continuation(said("no ?"), ended=True)
+    assert chat.cut(said("no \ud83d"))[1] == 0
+
+
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 

@@ -288,7 +288,7 @@ def test_what_a_limit_cuts_off_counts_as_no_answer_unless_the_environment_says_s
         assert earned.verdict["acc"] == pytest.approx(acc) and earned.verdict["score"] >= 0.9
 
 
-@pytest.mark.parametrize("name", ["score", "num_turns", "observation_tokens", "a/b"])
+@pytest.mark.parametrize("name", ["score", "num_turns", "observation_tokens", "a/b", "seq_reward"])
 def test_numbers_with_a_name_of_the_run_are_refused(name):
     """They replaced the reward that a run trains on, or were replaced, without a word; a/b ended the first step."""
 
@@ -300,9 +300,8 @@ def test_numbers_with_a_name_of_the_run_are_refused(name):
             return "", 0.0, True, {name: 1.0}
 
     with pool_of(path=keep(Says, "Says")) as pool:
-        if name != "a/b":
-            with pytest.raises(Fault, match=f"the info of step must not have {name}, which the run says: rename it"):
-                played(pool, ["1"])
+        with pytest.raises(Fault, match=f"the info of step must not have {name}, .*rename it"):
+            played(pool, ["1"])
         with pytest.raises(InputError, match=name):
             try_on(pool, ROW, 1)
 
