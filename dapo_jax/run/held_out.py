@@ -53,7 +53,7 @@ class HeldOut:
         found: list[Any] = [self.sampler.stop, self.rewards.max_response_length, self.bootstrapped]
         reward, environments = self.rewards.settings, self.sampler.environments
         found += [reward.error_score, reward.keep_special_tokens, reward.format.pattern]
-        found += [getattr(reward.model, name) for name in ("path", "weight", "function_weight")]
+        found += [reward.model.weight, reward.model.function_weight]
         if self.rewards.judge is not None:
             found += [getattr(reward.judge, name) for name in JUDGED]
         if environments is not None:
