@@ -23,7 +23,7 @@ TEXT_FORM = "reset(seed, **row) and step(text) -> (observation, reward, done) or
 TOOL_FORM = "reset(**row), and public methods as tools"
 STEP = "step"
 NO_TOOLS = ("reset", "get_reward", "close")
-MISTAKES = (ValueError, TypeError, KeyError)  # of a tool: the model's, which is told of them
+MISTAKES = (ValueError, TypeError, KeyError, ArithmeticError)  # of a tool: the model's, which is told of them
 Messages = list[dict[str, str]]
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 import types
 import typing
@@ -82,10 +83,17 @@ def parts_of(text: str) -> list[tuple[bool, str]]:
 
 
 def _is_json(text: str) -> Any:
+    """The value, of finite numbers; None if the text is none."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return number
 
 
 def _call(text: str) -> Call:

@@ -53,7 +53,7 @@ class Desk:
 
 def twice(number: int) -> int:
     """Twice a number."""
-    return 2 * number
+    return 2 * number * number // number
 
 
 class Broken(Guess):

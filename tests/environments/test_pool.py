@@ -94,6 +94,9 @@ def test_tools_are_called_in_order_and_the_models_mistakes_are_text(desk):
         call("calculator", expression="3*4", digits="1"): '"anyOf": [{"type": "integer"}, {"type": "null"}]',
         call("calculator", expression="three"): "ValueError: not enough values to unpack",
         "<tool_call>{broken": "a call must be a JSON object",
+        '<tool_call>{"name": "twice", "arguments": {"number": 1e999}}': "a call must be a JSON object",
+        '<tool_call>{"name": "twice", "arguments": {"number": NaN}}': "a call must be a JSON object",
+        call("twice", number=0): "ZeroDivisionError: integer division",
         '<tool_call>{"name": "unit", "arguments": [1]}': "the arguments of unit must be a JSON object",
     }
     found = played(desk, list(wrong))[1:]
