@@ -134,8 +134,8 @@ def keep_files(workdir: str | os.PathLike[str], names: Mapping[str, str], *, don
         if done and copy.is_file() and copy.read_bytes() != text:
             before = copy.replace(copy.with_name(f"{option}.until_step_{done}.py"))
             logger.warning(
-                "%s=%s: the file has changed since the run stopped, so what is computed from step %d on is by "
-                "another function; %s is what it was: put it back to resume as if the run had not stopped",
+                "%s=%s: the file has changed since the run stopped, so steps from %d on are computed by another "
+                "function; %s is what it was: put it back to resume as if the run had not stopped",
                 option,
                 name,
                 done + 1,
