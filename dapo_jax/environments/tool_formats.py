@@ -92,7 +92,7 @@ def _is_json(text: str) -> Any:
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is not finite")
+        raise InputError(f"{text} is not finite")
     return number
 
 
