@@ -180,9 +180,9 @@ class PromptOrder:
         """How many of the first `q` numbers are of each file: its share of those that the files before it leave."""
         counts, ends = [0] * len(self.sizes), [first for first, _ in self.parts[1:]]
         for (first, weights), end in zip(self.parts, [*ends, q], strict=True):
-            left, exact = max(min(q, end) - first, 0), [Fraction(str(weight)) for weight in weights]
-            for file, weight in enumerate(exact):
-                count = math.floor(left * weight / sum(exact[file:]))
+            left = max(min(q, end) - first, 0)
+            for file, share in enumerate(_shares(*weights)):
+                count = math.floor(left * share)
                 counts[file], left = counts[file] + count, left - count
         return counts
 
@@ -200,6 +200,13 @@ class PromptOrder:
     def epoch(self, q: int) -> float:
         """Passes over the rows before prompt number `q`."""
         return q / self.num_rows
+
+
+@functools.cache  # asked for each prompt
+def _shares(*weights: float) -> list[Fraction]:
+    """The share of each file in what the files before it leave."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    return [weight / sum(exact[file:]) for file, weight in enumerate(exact)]
 
 
 def _endless(num_rows: int, address: list[int], shuffle: bool) -> grain.MapDataset:

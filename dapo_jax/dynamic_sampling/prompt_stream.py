@@ -1,12 +1,13 @@
 """Host: the stream of prompts that training steps sample, and its state between steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
 from dapo_jax.data.experience import Experience
+from dapo_jax.rewards.lowest import Lowest
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ class StreamState:
     history: History
     carried: Experience | None = None  # kept groups of earlier steps, in the order in which they will be taken
     begun: Experience | None = None  # groups with responses to continue (rollout.segment_length), in prompt order
-    lowest: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # that the verifier has given, by data
-    # source and name
+    lowest: Lowest = field(default_factory=dict)
 
     def fresh(self, step: int, max_staleness: int) -> tuple[Experience | None, int]:
         """The carried groups that are not too old for training step `step`, and the number of those that are."""

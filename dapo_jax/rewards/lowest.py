@@ -42,9 +42,12 @@ def updated_lowest(before: Lowest, given: Iterable[tuple[str, Mapping[str, float
     """The lowest numbers so far, after groups of `lowest_given`."""
     found = {source: dict(numbers) for source, numbers in before.items()}
     for source, numbers in given:
-        known = found.setdefault(source, {})
-        known |= {name: min(number, known.get(name, number)) for name, number in numbers.items()}
+        found[source] = _least(found.get(source, {}), numbers)
     return found
+
+
+def _least(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    return {name: min(first.get(name, np.inf), second.get(name, np.inf)) for name in {**first, **second}}
 
 
 def lowered(
@@ -61,9 +64,8 @@ def lowered(
     wrong = failed & ~np.isnan(scores["score"])
     if not wrong.any():
         return dict(scores)
-    lowest, found = [], {}
-    for source, numbers in lowest_given(scores, failed, sources):
-        lowest.append(updated_lowest({source: before.get(source, {})}, [(source, numbers)])[source])
+    given, found = lowest_given(scores, failed, sources), {}
+    lowest = [_least(before.get(source, {}), numbers) for source, numbers in given]
     for name in dict.fromkeys([*scores, *(name for numbers in lowest for name in numbers)]):
         values = scores.get(name, np.full(failed.shape, np.nan))
         least = np.array([numbers.get(name, np.inf) for numbers in lowest])[:, None]
